@@ -7,12 +7,12 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// Struct is the fields of a structure that a kernel takes by value, in order.
+// Struct is a struct that a kernel takes by value, as a list of its fields.
 type Struct []any
 
-// add appends values to a kernel's arguments, or to the fields of a structure. An int is one of 32
-// bits there, and an error where it does not fit: no kernel takes sizes that large. A float64 is a
-// float there, a bool an int.
+// add appends values to a kernel's arguments or to the fields of a struct. An int becomes a 32-bit
+// integer; larger values are an error, since no kernel accepts such sizes. A float64 becomes a
+// float, and a bool an int.
 func add(a *gpu.Args, values ...any) (err error) {
 	for _, v := range values {
 		switch v := v.(type) {
@@ -34,9 +34,9 @@ func add(a *gpu.Args, values ...any) (err error) {
 		case Struct:
 			err = v.add(a)
 		case gpu.TensorMap:
-			// The compiler aligns a descriptor to 64 bytes in memory, where parameters begin at
-			// 0x210. What comes before the first one is at most 0x30 bytes, or ends less than 16
-			// before the next such offset.
+			// The compiler aligns a descriptor to 64 bytes in memory, where the parameters start at
+			// offset 0x210. The arguments before the first descriptor take at most 0x30 bytes, or
+			// end less than 16 bytes before the next such offset.
 			align := 16
 			if len(a.Packed()) < 0x30 {
 				align = 0x30
@@ -53,7 +53,7 @@ func add(a *gpu.Args, values ...any) (err error) {
 	return nil
 }
 
-// add appends the structure as C lays it out: to a multiple of 8 bytes, if a field has as many.
+// add appends the struct with C's layout: its size is a multiple of 8 bytes if a field has 8 bytes.
 func (s Struct) add(a *gpu.Args) error {
 	var b gpu.Args
 	if err := add(&b, s...); err != nil {

@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
 )
 
-// TestSameBits runs what adds up many numbers several times over the same inputs.
+// TestSameBits checks that kernels that add up many numbers give the same bits on every run.
 func TestSameBits(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	const rows, d = 3001, 768

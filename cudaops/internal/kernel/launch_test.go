@@ -28,7 +28,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
 )
 
-// TestLargeCopies wants a copy of more elements than a kernel counts to be made in two.
+// TestLargeCopies checks that a copy of more elements than a kernel can count is split in two.
 func TestLargeCopies(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	require.NoError(t, k.Launch(0, layout.Copy{Y: p, X: p + 2, Dims: []int{65537, 32771},
@@ -44,7 +44,7 @@ func TestLargeCopies(t *testing.T) {
 	require.Equal(t, []int{each(32768), each(32769)}, rows)
 }
 
-// TestCopies wants dimensions merged and elements widened as far as both sides allow.
+// TestCopies checks that dimensions are merged and elements widened as far as both sides allow.
 func TestCopies(t *testing.T) {
 	k, ctx := fakeKernels(t)
 	p, err := ctx.Alloc(1 << 20)
@@ -52,8 +52,8 @@ func TestCopies(t *testing.T) {
 	for _, c := range []struct {
 		dims, ys, xs []int
 		size         int
-		kernel       string // none for a plain copy
-		elements     int    // as wide as the kernel's
+		kernel       string // empty for a plain copy
+		elements     int    // of the kernel's element size
 	}{
 		{[]int{4, 8}, []int{8, 1}, []int{8, 1}, 2, "", 0},
 		{[]int{1, 1}, []int{7, 7}, []int{5, 5}, 4, "", 0},
@@ -79,8 +79,8 @@ func TestCopies(t *testing.T) {
 	require.NoError(t, ctx.Free(p))
 }
 
-// TestRefusals has what users' tensors could be: too large to be counted, of seven dimensions that
-// do not merge, without elements.
+// TestRefusals launches with shapes that users could provide: sizes too large to count, seven
+// dimensions that can't be merged, and no elements.
 func TestRefusals(t *testing.T) {
 	k, ctx := fakeKernels(t)
 	const s, huge = gpu.Stream(0), 1 << 31
@@ -161,8 +161,8 @@ func backwards(s []int) []int {
 	return s
 }
 
-// TestLaunches launches every kernel that has parameters of its own. The fake driver knows from the
-// binaries how they lie: more or others are an error.
+// TestLaunches launches every kernel with a distinct parameter list. The fake driver reads the
+// parameters from the binaries, so missing or additional arguments are errors.
 func TestLaunches(t *testing.T) {
 	k, ctx := fakeKernels(t)
 	p, err := ctx.Alloc(4 << 20)
@@ -205,7 +205,7 @@ func TestLaunches(t *testing.T) {
 			layout.Copy{Y: p, X: p, Dims: []int{9, 9}, YStrides: []int{19, 1},
 				XStrides: []int{11, 1}, Size: dt.Size()},
 		}
-		for _, n := range []int{7, 256, 2048, 8192, 1 << 16} { // packs or not, and how many
+		for _, n := range []int{7, 256, 2048, 8192, 1 << 16} { // with and without packs, and various numbers of packs
 			launches = append(launches, softmax.Forward{Y: p, X: p, Rows: 3, N: n, Type: dt},
 				softmax.Backward{DX: p, G: p, Y: p, Rows: 3, N: n, Type: dt},
 				crossentropy.Forward{Logits: p, Losses: p, Targets: ids, Rows: 3, V: n, Type: dt},
@@ -243,8 +243,8 @@ func TestLaunches(t *testing.T) {
 	nothingLeft(t, ctx)
 }
 
-// TestFaults has the driver fail in every call that a launch makes. Nothing is enqueued behind one
-// that failed.
+// TestFaults makes each driver call of a launch fail, and checks that nothing is enqueued after the
+// failure.
 func TestFaults(t *testing.T) {
 	for _, call := range []string{"cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute",
 		"cuOccupancyMaxActiveBlocksPerMultiprocessor", "cuLaunchKernel"} {
@@ -260,8 +260,8 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// TestFloat8Launches counts kernels. There is one where rows are held in registers. For rows of any
-// length another one behind the op's own stores them as float8.
+// TestFloat8Launches counts kernels. If rows are held in registers, the op's kernel also stores
+// float8. For arbitrary rows another kernel does so afterwards.
 func TestFloat8Launches(t *testing.T) {
 	k, ctx := fakeKernels(t)
 	for _, d := range []int{768, 1024, 2048, 2304, 2816, 3072, 5632, 6144, 7, 20000} {
@@ -295,7 +295,7 @@ func TestFloat8Launches(t *testing.T) {
 	}
 }
 
-// fakeKernels launches on a fake GPU, where the kernels of the binaries exist and do nothing.
+// fakeKernels returns the kernels on a fake GPU that does not execute them.
 func fakeKernels(t *testing.T) (*kernel.Set, *fake.Context) {
 	t.Helper()
 	ctx, err := fake.New(fake.Config{Images: kerneltest.Kernels}).Retain(0)
@@ -305,7 +305,7 @@ func fakeKernels(t *testing.T) (*kernel.Set, *fake.Context) {
 	return k, ctx.(*fake.Context)
 }
 
-// nothingLeft wants all memory given back.
+// nothingLeft checks that all memory has been freed.
 func nothingLeft(t *testing.T, ctx gpu.Context) {
 	t.Helper()
 	free, total, err := ctx.MemInfo()

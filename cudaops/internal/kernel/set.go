@@ -1,11 +1,13 @@
-// Package kernel is what the families of CUDA kernels, a folder each, have in common. That is the
-// Set that loads and launches them, their variants and their binaries. A launch is a structure of its
-// family. It has device pointers and sizes, chooses the variant that fits the type, shape and
-// alignment, and enqueues it. It returns before the work is done. It refuses sizes and types that
-// no kernel takes; pointers are the caller's business.
+// Package kernel loads and launches the CUDA kernels. Each family of kernels has a folder with its
+// CUDA sources, binaries and launches; this package has the code that the families share.
 //
-// Numbers are stored as float32, float16 or bfloat16 and computed with as float32. The same inputs
-// give the same bits on every run on one model of GPU.
+// A launch is a struct type of a family, such as softmax.Forward, that holds device pointers and
+// sizes. [Set.Launch] chooses the variant that fits the type, shape and alignment, and enqueues its
+// kernels on a stream. It returns before they have run. It returns an error for sizes and types
+// that no kernel accepts, but does not check pointers.
+//
+// Numbers are stored as float32, float16 or bfloat16, and computations use float32. The same inputs
+// give the same bits on every run on the same model of GPU.
 package kernel
 
 import (
@@ -18,23 +20,23 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// Set is the kernels loaded into a context. It may be used by several goroutines at once.
+// Set holds the kernels loaded into a context. It is safe for concurrent use.
 type Set struct {
 	Ctx  gpu.Context
 	Info gpu.DeviceInfo
 
 	mu      sync.Mutex
-	modules map[string]gpu.Module // by unit; a unit is loaded when its first kernel is asked for
+	modules map[string]gpu.Module // by unit; a unit is loaded when its first kernel is used
 	kernels map[key]*kernel
 }
 
 type key struct{ unit, name string }
 
-// kernel is a function, and what launching it needs to know.
+// kernel is a function, together with the data needed to launch it.
 type kernel struct {
 	*gpu.Function
-	shared int // the dynamic shared memory that it may have
-	// blocks or clusters on the whole GPU at once, by threads and shared memory
+	shared int // the dynamic shared memory that it is allowed to use
+	// number of blocks or clusters that run at once on the whole GPU, by threads and shared memory
 	resident map[[2]int]int
 }
 
@@ -44,7 +46,7 @@ func New(ctx gpu.Context) *Set {
 		kernels: map[key]*kernel{}}
 }
 
-// Close unloads them. No kernel may be running.
+// Close unloads the kernels. No kernel may be running.
 func (k *Set) Close() error {
 	var errs []error
 	k.mu.Lock()
@@ -60,9 +62,9 @@ func (k *Set) Close() error {
 	return errors.Join(errs...)
 }
 
-// function finds a unit's function, loading the unit at first, and allows it the dynamic shared
-// memory, where that is more than needs no leave: 48 KiB together with what the kernel itself
-// declares, which is less than 1 KiB.
+// function returns a unit's function, loading the unit on first use, and allows it to use the given
+// dynamic shared memory. Up to 48 KiB, including the kernel's static shared memory of less than 1
+// KiB, can be used without asking.
 func (k *Set) function(unit, name string, shared int) (*kernel, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -100,15 +102,15 @@ func (k *Set) function(unit, name string, shared int) (*kernel, error) {
 	return f, nil
 }
 
-// Queue is launches that go to a stream one after the other. Once something has failed, nothing
-// more is enqueued.
+// Queue enqueues launches on a stream, one after another. After the first error it enqueues nothing
+// more.
 type Queue struct {
 	*Set
 	Stream gpu.Stream
-	Err    error // what has failed
+	Err    error // the first error
 }
 
-// Run enqueues a kernel. A grid without blocks is nothing to do.
+// Run enqueues a kernel. If the grid has no blocks, it does nothing.
 func (q *Queue) Run(unit, name string, c gpu.LaunchConfig, args ...any) {
 	if q.Err == nil && c.Grid.X > 0 {
 		q.Err = q.enqueue(unit, name, c, args)
@@ -121,8 +123,8 @@ func (q *Queue) enqueue(unit, name string, c gpu.LaunchConfig, args []any) error
 			c.Grid)
 	}
 
-	// The binaries of compute capability 9.0 and 10 have such a kernel wait for the one ahead of it
-	// (overlap.cuh), the PTX that other GPUs run does not.
+	// Overlapping kernels must wait for the preceding kernel themselves (see overlap.cuh). The
+	// machine code for compute capabilities 9.0 and 10 does; the PTX that other GPUs run does not.
 	capability := q.Info.Capability()
 	c.Overlap = c.Overlap && (capability == 90 || capability/10 == 10)
 	var a gpu.Args
@@ -138,14 +140,14 @@ func (q *Queue) enqueue(unit, name string, c gpu.LaunchConfig, args []any) error
 	return q.Ctx.Launch(f.Function, c, q.Stream, &a)
 }
 
-// RunAll enqueues a kernel whose blocks or clusters are as many as run at once.
+// RunAll enqueues a kernel with as many blocks or clusters as can run at once.
 func (q *Queue) RunAll(unit, name string, c gpu.LaunchConfig, args ...any) {
 	c.Grid.X *= q.Resident(unit, name, c)
 	q.Run(unit, name, c, args...)
 }
 
-// Resident is how many blocks of a launch run at once on the whole GPU, or clusters where it has
-// these: the grid of a kernel that works in a loop.
+// Resident returns the number of blocks or clusters of a launch that can run at once on the whole
+// GPU. It is the grid size for persistent kernels.
 func (q *Queue) Resident(unit, name string, c gpu.LaunchConfig) (n int) {
 	if q.Err == nil {
 		n, q.Err = q.resident(unit, name, c)
@@ -160,15 +162,14 @@ func (q *Queue) Fill(p gpu.Ptr, with uint8, bytes int) {
 	}
 }
 
-// Poison fills with NaN what the copy engine is about to store for a kernel, where gpu.Poison asks
-// for that.
+// Poison fills memory that the copy engine is about to write with NaN, if gpu.Poison is set.
 func (q *Queue) Poison(p gpu.Ptr, bytes int) {
 	if gpu.Poison {
 		q.Fill(p, 0xff, bytes)
 	}
 }
 
-// Tiled is the descriptor of a tensor of which the copy engine moves tiles.
+// Tiled returns the descriptor of a tensor, for kernels that move its tiles with the copy engine.
 func (q *Queue) Tiled(t gpu.TiledTensor) (m gpu.TensorMap) {
 	if q.Err == nil {
 		m, q.Err = q.Ctx.EncodeTiled(t)
@@ -176,11 +177,11 @@ func (q *Queue) Tiled(t gpu.TiledTensor) (m gpu.TensorMap) {
 	return m
 }
 
-// Carve hands out pieces of a workspace one behind the other, each aligned to 256 bytes. From null
-// on it counts the bytes that they take.
+// Carve allocates consecutive pieces of a workspace, each aligned to 256 bytes. Starting from null,
+// it computes the size of the workspace.
 type Carve struct{ At gpu.Ptr }
 
-// Take is the next piece.
+// Take returns the next piece.
 func (c *Carve) Take(bytes int) gpu.Ptr {
 	p := c.At
 	c.At = p.Offset(CeilDiv(bytes, 256) * 256)
@@ -207,21 +208,22 @@ func (k *Set) resident(unit, name string, c gpu.LaunchConfig) (int, error) {
 	return f.resident[key], nil
 }
 
-// Grid is a launch of so many blocks in x and in y, of threads across and down.
+// Grid returns a launch of x by y blocks with across by down threads each.
 func Grid(x, y, across, down int) gpu.LaunchConfig {
 	return gpu.LaunchConfig{Grid: gpu.Dim{X: x, Y: y}, Block: gpu.Dim{X: across, Y: down}}
 }
 
-// Line is a one-dimensional launch.
+// Line returns a one-dimensional launch.
 func Line(blocks, threads int) gpu.LaunchConfig { return Grid(blocks, 1, threads, 1) }
 
-// Cover is a line of blocks of threads, of which each block takes so many of n.
+// Cover returns a one-dimensional launch with enough blocks for n items if a block takes `each`
+// items.
 func Cover(n, each, threads int) gpu.LaunchConfig { return Line(CeilDiv(n, each), threads) }
 
-// Vector is how many elements fill 16 bytes.
+// Vector returns the number of elements in 16 bytes.
 func Vector(t gpu.DType) int { return 16 / t.Size() }
 
-// Aligned reports whether all addresses are multiples of 16; null is.
+// Aligned reports whether all addresses are multiples of 16. A null address is.
 func Aligned(ps ...gpu.Ptr) bool {
 	var all gpu.Ptr
 	for _, p := range ps {
@@ -233,17 +235,18 @@ func Aligned(ps ...gpu.Ptr) bool {
 // Packed reports whether rows of n elements at these addresses can be moved 16 bytes at a time.
 func Packed(t gpu.DType, n int, ps ...gpu.Ptr) bool { return n%Vector(t) == 0 && Aligned(ps...) }
 
-// RowThreads is the threads of a block that works on a row of d elements: whole warps, at most 512.
+// RowThreads returns the number of threads for a block that processes a row of d elements: whole
+// warps, at most 512 threads.
 func RowThreads(d int) int { return min(512, CeilDiv(d, 32)*32) }
 
-// LongRowThreads is the threads of a block that goes over a row of n elements as rows.cuh does.
-// They are whole warps, at most 512, with four accesses each where the row is short.
+// LongRowThreads returns the number of threads for a block that loops over a row of n elements as
+// in rows.cuh. These are whole warps, at most 512 threads, and few enough for four accesses each.
 func LongRowThreads(n int, t gpu.DType) int { return min(512, CeilDiv(n, 4*32*Vector(t))*32) }
 
 func CeilDiv(a, b int) int { return (a + b - 1) / b }
 
-// Suffix is how kernels end that are for some storage types, of which there are float32, float16
-// and bfloat16: _bf16_f32 for a result and an argument.
+// Suffix returns the suffix that names a kernel's storage types, which may be float32, float16 or
+// bfloat16. For example, _bf16_f32 names the types of a result and an argument.
 func Suffix(types ...gpu.DType) (s string) {
 	for _, t := range types {
 		s += "_" + strings.Replace(t.String(), "float", "f", 1)
@@ -258,10 +261,10 @@ func Bit(b bool) uint32 {
 	return 0
 }
 
-// Alloc takes device memory, which its owner gives back.
+// Alloc allocates device memory, which the owner of the Alloc frees.
 type Alloc func(bytes int) (gpu.Ptr, error)
 
-// Upload puts tables into memory, one behind the other, and returns where each is.
+// Upload copies tables to consecutive pieces of memory and returns their addresses.
 func Upload(ctx gpu.Context, alloc Alloc, tables ...[]byte) (at []gpu.Ptr, err error) {
 	var c Carve
 	for _, b := range tables {
@@ -282,14 +285,14 @@ func Upload(ctx gpu.Context, alloc Alloc, tables ...[]byte) (at []gpu.Ptr, err e
 	return at, errors.Join(ctx.CopyToDevice(p, all, 0), ctx.SyncStream(0))
 }
 
-// Rows is a matrix in device memory: Stride elements from one row to the next, of which the first
-// few count.
+// Rows is a matrix in device memory with Stride elements from the start of one row to the next. A
+// row may be shorter than Stride.
 type Rows struct {
 	Ptr    gpu.Ptr
 	Stride int
 }
 
-// With is some words where they hold.
+// With returns the words, preceded by a space, if a condition holds.
 func With(holds bool, words string) string {
 	if holds {
 		return " " + words
@@ -297,10 +300,10 @@ func With(holds bool, words string) string {
 	return ""
 }
 
-// Launch is a structure that says what a kernel is to do.
+// Launch is implemented by the launches of all families.
 type Launch interface{ Launch(q *Queue) }
 
-// Launch enqueues what a structure says.
+// Launch enqueues a launch, which must implement [Launch].
 func (k *Set) Launch(s gpu.Stream, params any) error {
 	l, ok := params.(Launch)
 	if !ok {
@@ -311,8 +314,8 @@ func (k *Set) Launch(s gpu.Stream, params any) error {
 	return q.Err
 }
 
-// Variants lists the variants that take a launch, the one that should be fastest first. It is empty where
-// there is nothing to choose.
+// Variants returns the variants that accept a launch, presumably fastest first. It is empty for a
+// launch without variants.
 func (k *Set) Variants(params any) []Variant {
 	if c, ok := params.(interface{ Variants(*Set) []Variant }); ok {
 		return c.Variants(k)
@@ -320,8 +323,9 @@ func (k *Set) Variants(params any) []Variant {
 	return nil
 }
 
-// Variant is one of the implementations of an op: a family of kernels. Where that can be chosen it also
-// says how many warps or blocks work. The zero Variant is the one that should be fastest.
+// Variant is one of several implementations of an op: a family of kernels and, if that can be
+// chosen, a size such as the number of warps or blocks. The zero Variant selects the presumably
+// fastest one.
 type Variant struct {
 	Family string
 	Size   int
@@ -334,9 +338,9 @@ func (w Variant) String() string {
 	return fmt.Sprintf("%s-%d", w.Family, w.Size)
 }
 
-// Tuned is implemented by launches whose variant is chosen by timing. Tuning returns the name of the op
-// and the shape by which the choice is known. The pointer to the launch also has SetWay, which sets
-// the variant that was chosen.
+// Tuned is implemented by launches with a variant that is chosen by timing. Tuning returns the name
+// of the op and the shape under which the choice is stored. A pointer to the launch also has a
+// method SetVariant that sets the chosen variant.
 type Tuned interface{ Tuning() (op, shape string) }
 
 // Workspaced is implemented by pointers to launches that need scratch memory.

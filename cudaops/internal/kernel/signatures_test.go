@@ -36,8 +36,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
 )
 
-// TestEveryLaunch launches every structure with a Launch method on a fake GPU, which compares the
-// arguments with signatures.txt. It fails for launches that the list below lacks.
+// TestEveryLaunch launches every type with a Launch method on a fake GPU, which compares the
+// arguments with signatures.txt. It fails if the list below lacks a type.
 func TestEveryLaunch(t *testing.T) {
 	k, ctx, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	there := func(int) (gpu.Ptr, error) { return p, nil }
@@ -132,7 +132,7 @@ func TestEveryLaunch(t *testing.T) {
 	require.Empty(t, missing, "launches that this test does not check: add them to its list")
 }
 
-// launchTypes returns the types of the families that have a Launch method, as package.Type.
+// launchTypes returns the types with a Launch method in all families, as package.Type.
 func launchTypes(t *testing.T) map[string]bool {
 	t.Helper()
 	files, err := filepath.Glob("*/*.go")

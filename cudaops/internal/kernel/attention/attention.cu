@@ -1,18 +1,21 @@
-// Flash attention in plain float arithmetic, for any head dimension, stride and alignment. Also the
-// statistics that a backward pass reads. attention.cuh has the formulas, attention_mma.cu those of
-// the gradients.
+// Flash attention in float32 arithmetic, for any head dimension, stride and alignment, and the
+// statistics that the backward passes read. attention.cuh has the formulas and attention_mma.cu the
+// formulas of the gradients.
 //
-// The reference on the GPU, and the way for float32, which keeps its precision: tensor cores would
-// round operands. A block of 256 threads (16×16) owns 64 rows and meets the other operand 64 rows
-// at a time. The result's columns are dealt out in chunks of 128 to blocks of their own. Each forms
-// the scores again, so any head dimension fits.
+// This is the reference implementation on the GPU. It is also the only variant for float32 inputs,
+// since tensor cores would round the operands.
+//
+// A block of 256 threads (16×16) owns 64 rows and loops over the other operand 64 rows at a time.
+// The columns of the result are divided into chunks of 128, each computed by a separate block.
+// These blocks all recompute the scores, so the head dimension is unlimited.
 #include "attention.cuh"
 
 namespace attention {
 
 constexpr int kTile = 64, kSlice = 32, kChunk = 128, kThreads = 256;
 
-// Rows of one head: row r is from[r·stride ...], headDim elements; there are `rows`.
+// Rows of one head: row r starts at from + r·stride and has headDim elements. Rows from `rows` on
+// read as zeros.
 template <class T> struct Rows {
   const T *from;
   int64_t stride;
@@ -35,12 +38,12 @@ struct Shared {
   float p[kTile][kTile + 1];
 };
 
-// A thread's part of a 64×64 product: rows ty + 16i, columns tx + 16j.
+// A thread's share of a 64×64 product: rows ty + 16i, columns tx + 16j.
 struct Scores { float v[4][4]; };
-// A thread's part of a 64×128 result: rows ty + 16i, columns tx + 16j.
+// A thread's share of a 64×128 result: rows ty + 16i, columns tx + 16j.
 struct Result { float v[4][8]; };
 
-// A·Bᵀ of 64 rows each.
+// multiplyNT returns A·Bᵀ for 64 rows of each.
 template <class T> __device__ Scores multiplyNT(Shared &s, const Rows<T> &a, const Rows<T> &b) {
   int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   Scores r = {};
@@ -62,7 +65,8 @@ template <class T> __device__ Scores multiplyNT(Shared &s, const Rows<T> &a, con
   return r;
 }
 
-// r += x·B for x, 64×64, and columns chunk... of B, 64 rows.
+// addNN computes r += x·B, for the 64×64 matrix x and columns [chunk, chunk + kChunk) of 64 rows of
+// B.
 template <class T> __device__ void addNN(Result &r, Shared &s, const Scores &x, const Rows<T> &b, int chunk) {
   int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   __syncthreads();
@@ -84,7 +88,8 @@ template <class T> __device__ void addNN(Result &r, Shared &s, const Scores &x, 
   }
 }
 
-// Writes a result, times a factor for each row, into columns chunk... of a head's rows row... of a sequence.
+// write stores a result, times a factor per row, in columns from `chunk` on of the rows from `row`
+// on of a head.
 template <class T>
 __device__ void write(void *base, int64_t stride, const Params &p, int batch, int row, int head, int chunk, const Result &r,
                       const float (&f)[4]) {
@@ -99,14 +104,15 @@ __device__ void write(void *base, int64_t stride, const Params &p, int batch, in
     }
 }
 
-// Reductions over the 16 threads that share rows.
+// reduceRow reduces over the 16 threads that share rows.
 template <class Op> __device__ float reduceRow(float v) {
 #pragma unroll
   for (int d = 8; d > 0; d /= 2) v = Op::merge(v, __shfl_xor_sync(kAllLanes, v, d));
   return v;
 }
 
-// A block's place: one chunk of columns, one tile of rows, one head. The chunks of a tile are neighbours.
+// Place is the part of the output that a block computes: a chunk of columns, a tile of rows, and a
+// head. Blocks for the chunks of one tile are adjacent.
 struct Place {
   int chunk, row, head, batch;
 };
@@ -137,7 +143,7 @@ template <class T, class Docs> __device__ __forceinline__ void forward(const Par
       for (int j = 0; j < 4; j++) {
         int query = at.row + ty + 16 * i, key = j0 + tx + 16 * j;
         bool hidden = key >= p.seq || (p.causal && key > query) || key < start[i];
-        x.v[i][j] = hidden ? -INFINITY : __fmul_rn(x.v[i][j], p.scale);  // rounded, as the backward pass rounds it
+        x.v[i][j] = hidden ? -INFINITY : __fmul_rn(x.v[i][j], p.scale);  // rounded exactly as in the backward pass
         highest = Max::merge(x.v[i][j], highest);
       }
       highest = reduceRow<Max>(highest);
@@ -212,7 +218,7 @@ template <class T, class Docs> __device__ __forceinline__ void backwardKV(const 
   for (int head = at.head * group; head < (at.head + 1) * group; head++)
     for (int i0 = p.causal ? at.row : 0; i0 < queries; i0 += kTile) {
       Rows<T> q = rowsOf<T>(p.q, p.qStride, p, at.batch, i0, head), g = rowsOf<T>(p.g, p.gStride, p, at.batch, i0, head);
-      Scores x = multiplyNT(s, k, q);  // transposed: a row is a key, a column a query
+      Scores x = multiplyNT(s, k, q);  // transposed: rows are keys, columns are queries
       float delta[4];
 #pragma unroll
       for (int j = 0; j < 4; j++) {
@@ -240,10 +246,12 @@ template <class T, class Docs> __device__ __forceinline__ void backwardKV(const 
   write<T>(p.dv, p.dvStride, p, at.batch, at.row, at.head, at.chunk, dv, one);
 }
 
-// The statistics. A block does 128 positions of a head, eight lanes a position and
-// four positions at a time. The kernel also sets the first n counters to zero. The kernels behind
-// it have at most two for a block's positions, and one. Launch: batch·⌈seq/128⌉·heads blocks of 256
-// threads; the heads of a position, which lie together, are neighbours.
+// The statistics. A block handles 128 positions of a head, with eight lanes per position, each of
+// which handles four positions. It also sets the first n counters to zero. The backward kernels use
+// at most two counters per block of this kernel, plus one.
+//
+// Launch: batch·⌈seq/128⌉·heads blocks of 256 threads. Adjacent blocks handle the heads of the same
+// positions, since these are adjacent in memory.
 template <class T> __device__ __forceinline__ void statistics(const Params &p, int *counters, int n) {
   if (const unsigned i = blockIdx.x * kThreads + threadIdx.x; i < unsigned(n)) counters[i] = 0;
   constexpr int V = kVec<T>, positions = kStatsTile / (kThreads / 8);
@@ -251,7 +259,8 @@ template <class T> __device__ __forceinline__ void statistics(const Params &p, i
   const int head = blockIdx.x % p.heads, tile = blockIdx.x / p.heads % tiles, batch = blockIdx.x / p.heads / tiles;
   const int lane = threadIdx.x % 8, first = tile * kStatsTile + threadIdx.x / 8;
   const Rows<T> y = rowsOf<T>(p.y, p.yStride, p, batch, 0, head), g = rowsOf<T>(p.g, p.gStride, p, batch, 0, head);
-  // Of a position's eight lanes, and of four positions, lane i writes what belongs to the i-th.
+  // Among the eight lanes of a position, lane i writes the results of the i-th of its four
+  // positions.
   const int mine = first + lane * (kThreads / 8);
   const bool writes = lane < positions, exists = writes && mine < p.seq;
   float2 norm = {0, 0};
@@ -291,11 +300,14 @@ template <class T> __device__ __forceinline__ void statistics(const Params &p, i
   stats[2 * rows + mine] = e.rho;
 }
 
-// The table of Documents, from where each token's document should begin; null for one document a
-// sequence. A start before that of the token ahead counts as that one, a start after its own token
-// as that token. So whatever it was given, no kernel reads beside its arrays or waits for a block
-// that never comes. A window ends what a query sees so many tokens before it; 0 for none. Launch: a
-// block of 1024 threads for every sequence.
+// documentTable writes the table of Documents. from[i] is the position where token i's document
+// should start; null means one document per sequence. A start that is less than its predecessor is
+// raised to it, and a start after its own token is lowered to that token. Whatever the input, no
+// kernel then reads out of bounds or waits for a block that never comes.
+//
+// If window is not 0, a query sees at most that many keys.
+//
+// Launch: a block of 1024 threads per sequence.
 __device__ __forceinline__ void documentTable(int *table, const int64_t *from, int seq, int window) {
   __shared__ int ofWarps[kWarp];
   int *start = table + (int64_t)blockIdx.x * seq, *end = start + (int64_t)gridDim.x * seq;
@@ -305,7 +317,7 @@ __device__ __forceinline__ void documentTable(int *table, const int64_t *from, i
     return window > 0 ? max(document, i - window + 1) : document;
   };
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  auto maxBefore = [&](int v) {  // the largest of the lanes up to this one
+  auto maxBefore = [&](int v) {  // inclusive prefix maximum over the lanes
     for (int d = 1; d < kWarp; d *= 2) {
       const int other = __shfl_up_sync(kAllLanes, v, d);
       if (lane >= d) v = max(v, other);
@@ -316,7 +328,7 @@ __device__ __forceinline__ void documentTable(int *table, const int64_t *from, i
   for (int i0 = 0; i0 < seq; i0 += blockDim.x) {
     const int i = i0 + threadIdx.x;
     int v = maxBefore(i < seq ? begin(i) : 0);
-    __syncthreads();  // nobody reads the previous turn's any more
+    __syncthreads();  // all threads have read the previous iteration's ofWarps
     if (lane == kWarp - 1) ofWarps[warp] = v;
     __syncthreads();
     const int warps = maxBefore(ofWarps[lane]), before = __shfl_sync(kAllLanes, warps, max(warp - 1, 0));
@@ -326,7 +338,7 @@ __device__ __forceinline__ void documentTable(int *table, const int64_t *from, i
   }
   __syncthreads();
   for (int j = threadIdx.x; j < seq; j += blockDim.x) {
-    int seen = j, unseen = seq;  // the last query that is known to see j, the first that is known not to
+    int seen = j, unseen = seq;  // the last query known to see j, the first known not to
     while (seen + 1 < unseen) {
       const int i = (seen + unseen) / 2;
       (start[i] <= j ? seen : unseen) = i;

@@ -10,37 +10,39 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
 )
 
-// Geometry is the geometry of attention over rows of heads.
+// Geometry describes attention over rows of heads:
 //
 //	s = Scale·q·kᵀ,  m = max s,  l = Σ exp(s − m),  y = exp(s − m)/l·v
 //
-// for every sequence and query head on its own. Query head h reads key-value head
-// h/(Heads/KVHeads). Queries, y and their gradients are [Batch·Seq, Heads·HeadDim], k, v and theirs
-// [Batch·Seq, KVHeads·HeadDim]. The normalizers, m and log l of every query and head, are [Batch,
-// Heads, Seq, 2] of float32.
+// Every sequence and query head is computed independently. Query head h reads key-value head
+// h/(Heads/KVHeads). Queries, y and their gradients are [Batch·Seq, Heads·HeadDim]; k, v and their
+// gradients are [Batch·Seq, KVHeads·HeadDim]. The normalizers m and log l are stored per query and
+// head, as float32 of [Batch, Heads, Seq, 2].
 type Geometry struct {
 	Batch, Seq, Heads, KVHeads, HeadDim int
-	Causal                              bool    // a position sees itself and those before it
+	Causal                              bool    // a position sees only itself and earlier positions
 	Scale                               float64 // 0 means 1/sqrt(HeadDim)
-	// Cos and Sin are RoPE's tables, [Seq, HeadDim/2], by which q and k have been turned; null if
-	// they have not. The backward pass then gives the gradients of what they were before.
+	// Cos and Sin are the RoPE tables, [Seq, HeadDim/2], used to rotate q and k, or null if these
+	// are not rotated. With the tables, the backward pass returns gradients with respect to the
+	// unrotated q and k.
 	Cos, Sin gpu.Ptr
-	// Documents is the table that a launch of [Documents] made of where documents begin that lie
-	// one behind the other in the sequences, null if there are none. A position then sees only
-	// those of its own document up to itself. It needs Causal. A window is such a table too.
+	// Documents is the table written by a launch of [Documents], or null if each sequence is a
+	// single document without a window. With a table, a position sees only itself and earlier
+	// positions of its own document. A table requires Causal.
 	Documents gpu.Ptr
 }
 
-// The families of kernels. A variant's size is how many heads are worked on together; 0 leaves that to
-// a rule.
+// The families of kernels. The Size of a variant is the number of heads that are worked on
+// together; 0 lets the launch choose.
 const (
-	plain = "plain" // float32 arithmetic, any argument
-	// tensor cores: 16 bits, HeadDim 8, 16, ... 128, rows aligned to 16 bytes, Scale > 0
+	plain = "plain" // float32 arithmetic; takes any argument
+	// mma uses tensor cores. It needs a 16-bit type, a HeadDim of 8, 16, ... 128, rows aligned to
+	// 16 bytes, and Scale ≥ 0.
 	mma    = "mma"
-	Hopper = "hopper" // the same on compute capability 9.0 with its own instructions
+	Hopper = "hopper" // like mma, with instructions specific to compute capability 9.0
 )
 
-// variants lists the variants that take the arguments, of which rows are all matrices, the fastest first.
+// variants returns the variants that accept the arguments, fastest first. rows lists all matrices.
 func (a Geometry) variants(k *kernel.Set, t gpu.DType, rows ...kernel.Rows) []kernel.Variant {
 	variants := []kernel.Variant{{Family: Hopper}, {Family: mma}, {Family: plain}}
 	switch {
@@ -56,28 +58,31 @@ func (a Geometry) variants(k *kernel.Set, t gpu.DType, rows ...kernel.Rows) []ke
 	return variants
 }
 
-// Documents makes the table of documents, of [DocumentsBytes], from starts, [Batch, Seq]: the
-// position at which the document of each token begins. Query i sees the keys from starts[i] to i.
-// Starts must not decrease; one that does, or lies behind its token, counts as the nearest that is
-// possible. Without starts a sequence is one document. A window hides all but so many keys, the
-// query's own included, from each query; 0 hides none.
+// Documents writes a table of document boundaries, of [DocumentsBytes]. It can also describe a
+// sliding window.
+//
+// Starts, [Batch, Seq], gives the first position of each token's document; query i sees the keys
+// from Starts[i] to i. Starts must not decrease. A value that decreases or lies after its own token
+// is replaced by the nearest valid one. Without Starts, each sequence is a single document.
+//
+// If Window is not 0, each query sees at most that many keys, including its own.
 type Documents struct {
 	Table              gpu.Ptr
-	Starts             gpu.Ptr // of int64, null for none
+	Starts             gpu.Ptr // int64, or null
 	Batch, Seq, Window int
 }
 
-// DocumentsBytes is the size of the table of documents.
+// DocumentsBytes returns the size of the table of documents in bytes.
 func DocumentsBytes(batch, seq int) int { return 8 * batch * seq }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (p Documents) Launch(q *kernel.Queue) {
 	q.Run("attention", "attention_document_table_i64", kernel.Line(p.Batch, 1024),
 		p.Table, p.Starts, p.Seq, min(p.Window, p.Seq))
 }
 
-// Forward computes Y and Normalizers of Q, K and V. Strides may be those of a matrix in which Q, K and V
-// lie side by side.
+// Forward computes Y and Normalizers from Q, K and V. The matrices may be columns of one larger
+// matrix, so each has its own stride.
 type Forward struct {
 	Geometry
 	Y, Q, K, V  kernel.Rows
@@ -86,16 +91,19 @@ type Forward struct {
 	Variant     kernel.Variant
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (a Forward) Launch(q *kernel.Queue) {
 	c := begin(q, "Attention", a.Geometry, a.Type, a.Variant, a.Variants(q.Set))
 	c.rows, c.normalizers = [8]kernel.Rows{a.Q, a.K, a.V, a.Y}, a.Normalizers
 	c.launch(forward)
 }
 
-// Backward computes the gradients DQ, DK and DV from that of Y, G, and the forward pass's Y and
-// Normalizers. Workspace is memory of WorkspaceBytes, aligned to 256. With HasStatistics a [Statistics] has
-// been launched on it, or what does the same: that is for the family hopper alone.
+// Backward computes the gradients DQ, DK and DV from the gradient G of Y and from the forward
+// pass's Y and Normalizers.
+//
+// Workspace has WorkspaceBytes bytes and is aligned to 256 bytes. HasStatistics promises that a
+// [Statistics], or another kernel with the same effect, has already been launched on it; it is
+// valid only for the family Hopper.
 type Backward struct {
 	Geometry
 	DQ, DK, DV, G, Q, K, V, Y kernel.Rows
@@ -105,9 +113,9 @@ type Backward struct {
 	HasStatistics             bool
 }
 
-// Statistics leaves in the Workspace of a [Backward] of the family hopper what that begins with: for
-// every query and head, what exponent.cuh makes of the normalizers, and Σ G·Y. It also sets the
-// counters to zero.
+// Statistics prepares the Workspace of a [Backward] of the family Hopper. For every query and head
+// it stores the exponent and correction factor that exponent.cuh derives from the normalizers, and
+// Σ G·Y. It also clears the counters.
 type Statistics struct {
 	Geometry
 	G, Y                   kernel.Rows
@@ -115,7 +123,7 @@ type Statistics struct {
 	Type                   gpu.DType
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (a Statistics) Launch(q *kernel.Queue) {
 	c := call{Queue: q, Geometry: a.Geometry, Variant: kernel.Variant{Family: Hopper},
 		dtype: a.Type, normalizers: a.Normalizers, stats: a.Workspace}
@@ -123,11 +131,11 @@ func (a Statistics) Launch(q *kernel.Queue) {
 	c.launchStatistics()
 }
 
-// StatisticsTile is kStatsTile of attention.cuh.
+// StatisticsTile must match kStatsTile in attention.cuh.
 const StatisticsTile = 128
 
-// WorkspaceBytes is the size of Workspace: three statistics of every query. Where one kernel forms all
-// gradients it also has dq in float32 and a counter for every tile of it.
+// WorkspaceBytes returns the size of Workspace. It holds three statistics per query and head. The
+// fused backward pass also needs a float32 copy of dq and one counter per tile of dq.
 func (a Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	if a.Type.Size() == 2 && a.HeadDim <= 128 && d.Capability() == 90 {
 		var c kernel.Carve
@@ -137,19 +145,20 @@ func (a Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return a.statsBytes()
 }
 
-// statsBytes is the size of the statistics of all queries and heads.
+// statsBytes returns the size of the statistics of all queries and heads.
 func (a Geometry) statsBytes() int { return 12 * a.Batch * a.Heads * a.statsRows() }
 
 func (a Geometry) statsRows() int {
 	return kernel.CeilDiv(a.Seq, StatisticsTile) * StatisticsTile
 }
 
-// Launch launches the statistics' kernel, unless HasStatistics, and those of the gradients.
+// Launch enqueues the kernels that compute the gradients, preceded by the statistics kernel unless
+// HasStatistics is set.
 func (a Backward) Launch(q *kernel.Queue) {
 	c := begin(q, "AttentionBackward", a.Geometry, a.Type, a.Variant, a.Variants(q.Set))
 	c.rows = [8]kernel.Rows{a.Q, a.K, a.V, a.Y, a.G, a.DQ, a.DK, a.DV}
 	c.normalizers, c.stats = a.Normalizers, a.Workspace
-	turnsBack := c.Family == Hopper && c.HeadDim == c.hopperDim() // in its own kernels
+	turnsBack := c.Family == Hopper && c.HeadDim == c.hopperDim() // whether those kernels undo RoPE themselves
 	if !turnsBack {
 		c.Cos, c.Sin = 0, 0
 	}
@@ -176,17 +185,18 @@ func (a Backward) Launch(q *kernel.Queue) {
 	}
 }
 
-// call is a launch whose variant is chosen and whose scale is filled in.
+// A call is a launch with its variant chosen and its scale filled in.
 type call struct {
 	*kernel.Queue
 	Geometry
 	kernel.Variant
 	dtype              gpu.DType
-	rows               [8]kernel.Rows // q, k, v and y, the gradient of y, and those of q, k and v
+	rows               [8]kernel.Rows // q, k, v, y, g, dq, dk, dv
 	normalizers, stats gpu.Ptr
 }
 
-// begin chooses the variant: the given one, of which the size may be any, or the fastest.
+// begin returns a call of the given variant, or of the fastest one if none is given. Any size is
+// accepted.
 func begin(q *kernel.Queue, op string, a Geometry, t gpu.DType, w kernel.Variant,
 	variants []kernel.Variant) *call {
 	c := &call{Queue: q, Geometry: a, dtype: t, Variant: w}
@@ -204,7 +214,7 @@ func begin(q *kernel.Queue, op string, a Geometry, t gpu.DType, w kernel.Variant
 	return c
 }
 
-// params is attention::Params of attention.cuh, for sections of so many heads.
+// params returns attention::Params of attention.cuh, with the given number of heads per section.
 func (c *call) params(section int) (p kernel.Struct) {
 	for _, r := range c.rows {
 		p = append(p, r.Ptr)
@@ -226,7 +236,7 @@ func (c *call) launchStatistics() {
 	c.Run("attention", "attention_stats"+kernel.Suffix(c.dtype), l, c.params(0), counters, n)
 }
 
-// pass is one of attention's kernels.
+// A pass identifies a kernel of the families plain and mma.
 type pass int
 
 const (
@@ -237,15 +247,16 @@ const (
 
 func (p pass) String() string { return [...]string{"forward", "backward_q", "backward_kv"}[p] }
 
-// mmaShape is a Shape of attention_mma.cu.
+// mmaShape mirrors a Shape of attention_mma.cu.
 type mmaShape struct{ threads, own, loop int }
 
-var mmaShapes = map[int][3]mmaShape{ // by the head dimension that they are made for, then by pass
+var mmaShapes = map[int][3]mmaShape{ // by the largest head dimension, then by pass
 	64:  {{128, 128, 64}, {128, 128, 64}, {128, 128, 64}},
 	128: {{128, 128, 64}, {128, 128, 32}, {256, 128, 32}},
 }
 
-// shared is the shared memory of a block: its own tiles and two stages of those that it walks over.
+// shared returns the shared memory of a block: its own tiles and two stages of the tiles in the
+// loop.
 func (m mmaShape) shared(p pass, dim int) int {
 	own, stats := 2, 0
 	switch p {
@@ -258,7 +269,7 @@ func (m mmaShape) shared(p pass, dim int) int {
 }
 
 func (c *call) launch(p pass) {
-	heads, others := c.Batch*c.Heads, 1 // blocks own rows of one kind of head and read others
+	heads, others := c.Batch*c.Heads, 1 // a block owns rows of one kind of head and loops over the other kind
 	if p == backwardKV {
 		heads, others = c.Batch*c.KVHeads, c.Heads/c.KVHeads
 	}
@@ -269,7 +280,7 @@ func (c *call) launch(p pass) {
 		return
 	}
 
-	if c.Family == Hopper { // whose backward pass is another
+	if c.Family == Hopper { // forward only; the backward pass is launchFused
 		c.launchHopper(heads, others)
 		return
 	}
@@ -286,8 +297,8 @@ func (c *call) launch(p pass) {
 		c.params(c.section(heads, others)))
 }
 
-// run launches a kernel or, where there are documents, the one of the same family that takes their
-// table last.
+// run enqueues a kernel. With documents it enqueues the variant that takes their table as its last
+// argument.
 func (c *call) run(unit, name string, l gpu.LaunchConfig, args ...any) {
 	if c.Documents != 0 {
 		name, args = name+"_documents", append(args, c.Documents)
@@ -295,14 +306,14 @@ func (c *call) run(unit, name string, l gpu.LaunchConfig, args ...any) {
 	c.Run(unit, name+kernel.Suffix(c.dtype), l, args...)
 }
 
-// section is how many heads are worked on together. What their blocks read over and over should fit
-// in L2 with room to spare.
+// section returns the number of heads that are worked on together. The rows that their blocks read
+// repeatedly should fit in L2 with room to spare.
 func (c *call) section(heads, others int) int {
 	each := 2 * c.Seq * c.HeadDim * c.dtype.Size() * others
 	return min(max(c.Info.L2*5/8/each, 1), heads)
 }
 
-// describe is the geometry, and the distances of the matrices' rows.
+// describe formats the geometry and the strides of the matrices as a key for tuning.
 func (a Geometry) describe(t gpu.DType, matrices ...kernel.Rows) string {
 	s := fmt.Sprintf("%dx%d, %d of %d heads of %d, %v", a.Batch, a.Seq, a.Heads,
 		a.KVHeads, a.HeadDim, t)
@@ -315,26 +326,26 @@ func (a Geometry) describe(t gpu.DType, matrices ...kernel.Rows) string {
 	return s
 }
 
-// Tuning is that of [kernel.Tuned].
+// Tuning implements [kernel.Tuned].
 func (a Forward) Tuning() (op, shape string) {
 	return "Attention", a.describe(a.Type, a.Y, a.Q, a.K, a.V)
 }
 
-// Tuning is that of [kernel.Tuned].
+// Tuning implements [kernel.Tuned].
 func (a Backward) Tuning() (op, shape string) {
 	return "AttentionBackward", a.describe(a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y)
 }
 
-// Variants lists the variants that take the launch.
+// Variants returns the variants that accept the launch, fastest first.
 func (a Forward) Variants(k *kernel.Set) []kernel.Variant {
 	return a.Geometry.variants(k, a.Type, a.Y, a.Q, a.K, a.V)
 }
 
-// sections are those that are timed beside the rule's, where the cache alone would hold fewer heads
-// than fusedSection.
+// sections are the numbers of heads that are timed as alternatives when fewer heads than
+// fusedSection fit in the cache.
 var sections = []int{8, 24, 48}
 
-// Variants lists the variants that take the launch.
+// Variants returns the variants that accept the launch, fastest first.
 func (a Backward) Variants(k *kernel.Set) []kernel.Variant {
 	variants := a.Geometry.variants(k, a.Type, a.DQ, a.DK, a.DV, a.G, a.Q, a.K, a.V, a.Y)
 	c := call{Queue: &kernel.Queue{Set: k}, Geometry: a.Geometry, dtype: a.Type}
@@ -355,10 +366,10 @@ func (a Backward) Variants(k *kernel.Set) []kernel.Variant {
 	return variants
 }
 
-// SetWay implements [kernel.Tuned].
+// SetVariant sets the variant chosen by tuning.
 func (a *Forward) SetVariant(w kernel.Variant) { a.Variant = w }
 
-// SetWay implements [kernel.Tuned].
+// SetVariant sets the variant chosen by tuning.
 func (a *Backward) SetVariant(w kernel.Variant) { a.Variant = w }
 
 // WorkspaceField implements [kernel.Workspaced].

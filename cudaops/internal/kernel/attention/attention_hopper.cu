@@ -1,13 +1,14 @@
-// Flash attention on Hopper's own instructions, for bf16 and f16; attention.cuh has the formulas and attention_mma.cu the
-// gradients. (After Shah et al., "FlashAttention-3", 2024.)
+// The forward pass of flash attention for bf16 and f16 with Hopper's wgmma and bulk copies, after
+// Shah et al., "FlashAttention-3", 2024. attention.cuh has the formulas.
 //
-// One thread copies tiles into shared memory, some ahead. The other warpgroups of its block each
-// own 64 rows and multiply them with every tile. Blocks stay on their multiprocessor and take work
-// until there is none, so that the next tiles are on their way while results are written. A
-// warpgroup starts the next scores before the present product with v, and forms the softmax while
-// the tensor cores are busy.
+// One thread copies tiles into shared memory a few steps ahead. Each of the block's other
+// warpgroups owns 64 rows and multiplies them with every tile. Blocks are persistent and take work
+// until none is left, so that the next tiles are already on their way while results are written. A
+// warpgroup starts the next scores before the current product with v, and computes the softmax
+// while the tensor cores are busy.
 //
-// Needs: headDim a multiple of 8 and at most D, pointers and strides multiples of 16 bytes, scale > 0.
+// Requirements: headDim is a multiple of 8 and at most D, pointers and strides are multiples of 16
+// bytes, and scale > 0.
 #include "attention_hopper.cuh"
 
 namespace attention {
@@ -18,7 +19,8 @@ using Forward128 = Shape<128, 2, 128, 2, 2>;
 
 #ifdef HOPPER
 
-// Shared memory: q of Turns turns, results on their way out, Stages of k and v, then the barriers and, with documents, their reach.
+// Shared memory: q for Turns turns, outgoing results, Stages tiles of k and v, the barriers and,
+// with documents, their reach.
 template <class S> struct ForwardMemory {
   uint32_t q, y, k, v;
   Ring<S::Turns> qs;
@@ -33,8 +35,9 @@ template <class S> struct ForwardMemory {
   __device__ uint32_t vTile(int i) const { return v + vs.slot(i) * S::LoopBytes; }
 };
 
-// The first query of a tile. Tiles end with the last 64 queries: under a causal mask what the first
-// lacks is short work. Warpgroups before the first query have none.
+// firstQuery returns the first query of a tile. Tiles are aligned to the end of the sequence, so
+// that the partial tile is the first one, which has the least work under a causal mask. Warpgroups
+// with negative rows do nothing.
 template <class S> __device__ inline int firstQuery(const Params &p, int tile, int tiles) {
   return (p.seq + 63) / 64 * 64 - (tiles - tile) * S::Own;
 }
@@ -60,12 +63,13 @@ __device__ inline void copyForward(const Params &p, const Docs &docs, const Tens
   }
 }
 
-// The running softmax of the two rows that a thread has a part of.
+// Softmax is the running softmax of the two rows of a thread.
 struct Softmax {
   float top[2], sum[2];
 
-  // Turns scores into exponentials; what was summed under the previous maxima must be multiplied by shrink. Without documents the
-  // first key is visible to every query: then top is finite from the first step on.
+  // step turns scores into exponentials. Sums relative to the previous maxima must be multiplied by
+  // shrink. Without documents every query sees the first key, so top is finite after the first
+  // step.
   template <bool Packed, int N> __device__ void step(Accumulator<1, N> &s, float c, float (&shrink)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -74,7 +78,8 @@ struct Softmax {
       for (int x = 0; x < N / 8; x++) highest = fmaxf(highest, fmaxf(s.c[0][x][2 * half], s.c[0][x][2 * half + 1]));
       highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 2));
-      // Exactly what sums relative to the old zero need, which rounding moved from top·c.
+      // The exact factor from the old base to the new one; rounding makes the base differ from
+      // top·c.
       const float zero = __fmul_rn(softmaxBase<Packed>(highest), c);
       shrink[half] = exp2Approx(__fmul_rn(top[half], c) - zero);
       top[half] = highest;
@@ -93,11 +98,11 @@ __device__ inline void workForward(const Params &p, const Docs &docs, const Forw
   constexpr int D = S::D, N = S::Loop;
   const int group = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   const float c = p.scale * kLog2e;
-  // Warpgroups start products one after the other. So the scores of one are ready, and its softmax
-  // is under way, while the tensor cores serve the next.
+  // Warpgroups start their products one after another, so that the softmax of one overlaps with the
+  // products of the next.
   auto waitTurn = [&] { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); };
   auto passTurn = [&] { asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 1) % S::Workers) : "memory"); };
-  auto skipTile = [&](int i) {  // which only another group's queries see
+  auto skipTile = [&](int i) {  // a tile that only other warpgroups' queries see
     waitTurn();
     passTurn();
     m.ks.wait(i);
@@ -108,7 +113,7 @@ __device__ inline void workForward(const Params &p, const Docs &docs, const Forw
   if (group == S::Workers - 1) passTurn();
   for (int turn = 0, i = 0, work; (work = workOf(turn)) < works; turn++) {
     const Work w = schedule(work, p, p.heads, tiles, p.causal);
-    const int i0 = firstQuery<S>(p, w.tile, tiles), row = i0 + 64 * group, own = row + 16 * warp;  // first rows: block, group, warp
+    const int i0 = firstQuery<S>(p, w.tile, tiles), row = i0 + 64 * group, own = row + 16 * warp;  // first rows of the block, warpgroup and warp
     const int n = keyTiles<S>(p, i0 + S::Own - 1), mine = row >= 0 ? keyTiles<S>(p, row + 63) : 1;
     Accumulator<1, N> s;
     Accumulator<1, D> y;
@@ -123,7 +128,7 @@ __device__ inline void workForward(const Params &p, const Docs &docs, const Forw
     };
 
     m.qs.wait(turn);
-    int first = 0, begin = 0;  // tile: the block's, the group's
+    int first = 0, begin = 0;  // first tiles of the block and the warpgroup
     if constexpr (Docs::packed) {
       first = m.begins.get(turn, 0), begin = m.begins.get(turn, group);
       for (int j = first; j < begin; j++, i++) skipTile(i);
@@ -161,7 +166,8 @@ __device__ inline void workForward(const Params &p, const Docs &docs, const Forw
       hideTile(j);
       softmax.template step<Docs::packed>(s, c, shrink);
       hold(s);
-      // The assembler would move a wait for products ahead of the exponentials, but not across this loop.
+      // The assembler would move a wait for products before the exponentials, but it can't cross
+      // this loop.
       m.vs.wait(next);
       productsWait<0>();
       hold(y);
@@ -228,8 +234,8 @@ __device__ inline void forward(const Params &p, const Docs &docs, const TensorMa
 #endif  // HOPPER
 }  // namespace attention
 
-// Launch: as many blocks of Threads as there are multiprocessors. Dynamic shared memory: (Turns + 1)·OwnBytes +
-// Stages·(2·LoopBytes + 32) + 16·Turns, with documents 16·Turns more.
+// Launch: as many blocks of Threads as there are multiprocessors. Dynamic shared memory: (Turns +
+// 1)·OwnBytes + Stages·(2·LoopBytes + 32) + 16·Turns, plus 16·Turns with documents.
 #define FORWARD(D, T)                                                                                                   \
   extern "C" __global__ void __launch_bounds__(attention::Forward##D::Threads, 1) attention_hopper_forward_##D##_##T(   \
       const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \

@@ -1,11 +1,12 @@
-// What the attention kernels for Hopper (sm_90a) share: shapes of tiles, the order of work, and RoPE's turn back.
+// Definitions shared by the Hopper (sm_90a) attention kernels: tile shapes, the order of work, and
+// the inverse of RoPE.
 #pragma once
 #include "attention.cuh"
 #include "barrier.cuh"
 #include "registers.cuh"
 #include "wgmma.cuh"
 
-// What a kernel does where it can; other GPUs never launch it.
+// Compiles a kernel's body only for Hopper. Other GPUs never launch these kernels.
 #ifdef HOPPER
 #define BODY(...) attention::__VA_ARGS__
 #else
@@ -14,8 +15,9 @@
 
 namespace attention {
 
-// Workers warpgroups own 64 rows each and walk over Loop rows at a time. There is room for the own tiles of Turns turns and
-// for Stages of the others.
+// Shape describes a kernel's tiles. Each of the Workers warpgroups owns 64 rows and loops over the
+// other operand Loop rows at a time. Shared memory has room for the owned tiles of Turns turns and
+// for Stages tiles of the other operand.
 template <int D_, int Workers_, int Loop_, int Turns_, int Stages_> struct Shape {
   static constexpr int D = D_, Workers = Workers_, Loop = Loop_, Turns = Turns_, Stages = Stages_, Own = 64 * Workers;
   static constexpr int WorkerThreads = 128 * Workers, Threads = 128 + WorkerThreads, CopierRegisters = Workers == 2 ? 24 : 32,
@@ -35,19 +37,20 @@ __device__ inline void storeWord(uint32_t address, uint32_t v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
-// Blocks take work in turns, every second turn in reverse: work comes in order of length, and the turns even out.
+// workOf returns the work that a block does in a turn. Every second turn is reversed: work is
+// sorted by length, so this evens out the blocks' total work.
 __device__ inline int workOf(int turn) {
   return turn * gridDim.x + (turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
-// The tiles of keys that queries up to `last` see.
+// keyTiles returns the number of tiles of keys that queries up to `last` see.
 template <class S> __device__ inline int keyTiles(const Params &p, int last) {
   return (min(p.causal ? last + 1 : p.seq, p.seq) + S::Loop - 1) / S::Loop;
 }
 
-// Where the documents of each warpgroup's rows begin or end, in tiles or rows of the walk. The
-// copier looks it up, some turns ahead. The workers find it in shared memory once the turn's tiles
-// are there.
+// Reach stores where the documents of each warpgroup's rows begin or end, in tiles or rows of the
+// loop. The copier looks this up a few turns ahead, and the workers find it in shared memory as
+// soon as the turn's tiles have arrived.
 template <class S> struct Reach {
   uint32_t words;
   __device__ uint32_t word(int turn, int group) const { return words + turn % S::Turns * 16 + group * 4; }
@@ -57,18 +60,20 @@ template <class S> struct Reach {
   __device__ int get(int turn, int group) const { return uniform(loadWord(word(turn, group))); }
 };
 
-// The cosines and sines of RoPE, [seq, D/2] both; null where nothing is to be turned.
+// The cosines and sines of RoPE, both [seq, D/2]; null if nothing is to be rotated.
 struct Angles {
   const float *cosines, *sines;
 };
 
-// Where the angles of the rows begin of which a lane has parts, in a warp whose first is at the given position.
+// anglesAt returns the offset of a lane's first angle in the tables, for a warp's rows from the
+// given position on.
 template <int D> __device__ inline int64_t anglesAt(int position, int half, int seq) {
   const int lane = threadIdx.x % 32;
   return (int64_t)min(position + 8 * half + lane / 4, seq - 1) * (D / 2) + lane % 4 * 2;
 }
 
-// Turns two neighbouring pairs back. Both elements of a pair, D/2 apart, are in the same lane.
+// turnBack undoes the rotation of two neighboring pairs. The two elements of a pair, D/2 columns
+// apart, are in the same lane.
 __device__ inline void turnBack(float *a, float *b, float2 cosine, float2 sine) {
   const float a0 = a[0], a1 = a[1];
   a[0] = a0 * cosine.x + b[0] * sine.x;
@@ -77,7 +82,7 @@ __device__ inline void turnBack(float *a, float *b, float2 cosine, float2 sine) 
   b[1] = b[1] * cosine.y - a1 * sine.y;
 }
 
-// Turns the rows of a warp's gradients, of which the first is at the given position, back by their angles.
+// turnBack undoes RoPE's rotation of a warp's gradients, with rows from the given position on.
 template <int D> __device__ inline void turnBack(Accumulator<1, D> &d, const Angles &angles, int position, int seq) {
   if (!angles.cosines) return;
 #pragma unroll
@@ -91,8 +96,8 @@ template <int D> __device__ inline void turnBack(Accumulator<1, D> &d, const Ang
   }
 }
 
-// The same in two steps, where there are registers for it. The angles come from far, and are asked
-// for while products or stores are under way.
+// TurnBack is turnBack in two steps, for kernels with enough registers: the angles have a long
+// latency and are loaded while products or stores are in flight.
 template <int D> struct TurnBack {
   float2 cosines[2][D / 16], sines[2][D / 16];
   bool turns;

@@ -1,19 +1,21 @@
-// The backward pass of attention on Hopper's own instructions at head dimensions above 64, for bf16
-// and f16. attention_mma.cu has the gradients, attention_hopper.cu the manner of working and what
-// it needs.
+// The backward pass of attention for bf16 and f16 on Hopper, for head dimensions above 64.
+// attention_mma.cu has the formulas; attention_hopper.cu describes the structure and the
+// requirements.
 //
-// One kernel forms every score once: five products where separate kernels for q and for k and v
-// take seven. A block owns 128 keys and walks over the queries that see them, 64 at a time. A
-// warpgroup has 64 of the keys, with dk and dv in registers. The block's part of a tile's dq leaves
-// by way of shared memory. It is added, in float32, to what the blocks before it have added. A
-// tile's blocks take turns in the order of their keys, so the bits do not depend on which block is
-// faster. Work is handed out in that order too, and every block begins with the last queries. So
-// blocks of one head follow each other at a distance and seldom wait. A last kernel, which overlaps
-// with this one, rounds dq and turns it back by RoPE's angles.
+// A single kernel computes every score once, which takes five products instead of the seven that
+// separate kernels for dq and for dk and dv would need. A block owns 128 keys and loops over the
+// queries that see them, 64 at a time. Each of two warpgroups has 64 of the keys, with dk and dv in
+// registers.
 //
-// Products, in the order in which they are started, are dp(i) = v·gᵀ, dv += p(i)·g and the next
-// scores s(i+1) = k·qᵀ. They run while ds(i) is formed. Then dk += ds(i)·q and dq(i) = ds(i)ᵀ·k run
-// during the exponentials of s(i+1).
+// The block's contribution to a tile of dq goes through shared memory and is added in float32 to
+// the contributions of earlier blocks. Blocks add to a tile in the order of their keys, so the
+// result does not depend on timing. Work is handed out in the same order and every block starts
+// with the last queries, so the blocks of a head follow each other at a distance and seldom wait. A
+// final kernel, which overlaps with this one, rounds dq and undoes RoPE.
+//
+// Products start in this order: dp(i) = v·gᵀ, dv += p(i)·g, and the next scores s(i+1) = k·qᵀ,
+// which run while ds(i) is computed; then dk += ds(i)·q and dq(i) = ds(i)ᵀ·k, which run during the
+// exponentials of s(i+1).
 #include "attention_hopper_fused.cuh"
 #include "overlap.cuh"
 
@@ -24,9 +26,10 @@ using Fused128 = Shape<128, 2, 64, 1, 3>;
 
 #ifdef HOPPER
 
-// Shared memory: k and v, Stages of q, g and statistics, two ds, one dq, then the barriers and the
-// present work. With documents, also the tiles of queries up to the last that sees one of its keys.
-// And for each key the first query behind those that see it.
+// Shared memory: k and v, Stages tiles of q, g and statistics, two tiles of ds, one of dq, the
+// barriers, and the current work item. With documents there is also the number of query tiles up to
+// the last one that sees a key of the block, and for each key the first later query that does not
+// see it.
 template <class S> struct FusedMemory {
   static constexpr int DsBytes = S::Own * S::Loop * 2, DqBytes = S::Loop * S::D * 4, StatsBytes = 2 * S::Loop * 4;
   uint32_t k, v, tiles, ds, dq, stats;
@@ -41,7 +44,8 @@ template <class S> struct FusedMemory {
   __device__ uint32_t gTile(int i) const { return qTile(i) + S::LoopBytes; }
   __device__ uint32_t statsOf(int i) const { return stats + stages.slot(i) * StatsBytes; }
   __device__ uint32_t dsTile(int i) const { return ds + i % 2 * DsBytes; }
-  // Three threads send dq away, each every third tile, so that one's wait for the memory does not hold up the others.
+  // Three threads take turns sending dq, so that one thread's wait for memory does not delay the
+  // next two tiles.
   static constexpr int senders = 3;
   __device__ uint32_t filled(int i) const { return dqFilled + i % senders * 8; }
 
@@ -102,9 +106,9 @@ __device__ inline void copyFused(const Params &p, const Docs &docs, const Tensor
   }
 }
 
-// What one of the three threads does that add dq to the sums. A tile's first block writes, the
-// others add when their turn has come. Those that have keys which the tile's queries see follow
-// each other, from the one with the first query's first key on.
+// sendFused runs in each of the three threads that add dq to the sums. The first block of a tile
+// stores its contribution; later blocks wait for their turn and add theirs. See Sums::before for
+// the order.
 template <class S, class Docs>
 __device__ inline void sendFused(const Params &p, const Docs &docs, const FusedMemory<S> &m, int works, int tiles, int sender) {
   const Sums<S> sums(p);
@@ -123,7 +127,7 @@ __device__ inline void sendFused(const Params &p, const Docs &docs, const FusedM
         float *to = sums.sums + at * sums.size;
         const int before = sums.before(p, docs, w, walk.last - t);
         sums.wait(at, before);
-        asm volatile("fence.proxy.async.global;" ::: "memory");  // an ordinary load has seen the turn come, a copy follows
+        asm volatile("fence.proxy.async.global;" ::: "memory");  // the turn was observed by an ordinary load, but a bulk copy follows
         barrierWait(m.filled(i), i / m.senders & 1);
         if (before == 0)
           asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(m.dq), "r"(m.DqBytes)
@@ -135,7 +139,7 @@ __device__ inline void sendFused(const Params &p, const Docs &docs, const FusedM
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
         barrierArrive(m.dqFreed);
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // after which ordinary stores need no fence
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // after this, ordinary stores need no fence
         storeRelease(sums.added + at, sums.finishes(p, w, walk.last - t) ? sums.complete : before + 1);
       }
   }
@@ -150,27 +154,30 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
   const uint32_t dsAt = chunkAt<64>(0, 64 * group + 16 * warp + lane % 16, lane / 16);
   const int queryTiles = (p.seq + N - 1) / N;
   auto meet = [] { asm volatile("bar.sync 1, 256;" ::: "memory"); };
-  // dk takes ds of the group's own keys, dq that of both groups'. Barriers of tiles take turns, as one group may be ahead.
+  // dk needs the ds of the warpgroup's own keys, dq the ds of both warpgroups. Barriers alternate
+  // between tiles, because one warpgroup may be ahead.
   auto meetGroup = [&] { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); };
   auto tellOther = [&](int i) { asm volatile("bar.arrive %0, 256;" ::"r"(4 + i % 2 * 2 + 1 - group) : "memory"); };
   auto hearOther = [&](int i) { asm volatile("bar.sync %0, 256;" ::"r"(4 + i % 2 * 2 + group) : "memory"); };
   for (int turn = 0, i = 0, work; (work = uniform(m.workOf(turn))) < works; turn++) {
     const Work w = schedule(work, p, p.kvHeads, tiles, false);
-    const int j0 = w.tile * S::Own, own = j0 + 64 * group + 16 * warp;  // first rows: block, warp
+    const int j0 = w.tile * S::Own, own = j0 + 64 * group + 16 * warp;  // first rows of the block and the warp
     const QueryWalk walk(p, Docs::packed ? uniform(m.template tilesOfWork<Docs>(0)) : queryTiles, j0);
-    if constexpr (Docs::packed) {  // registers would not suffice; a warp reads only what it wrote
+    if constexpr (Docs::packed) {  // too many for registers; a warp reads only its own entries
       if (lane < 16) storeWord(m.endOf(own - j0 + lane), docs.end(p, w.batch, own + lane));
       __syncwarp();
     }
     const int first = i, n = i + walk.steps();
     int t = walk.last;
     Accumulator<1, D> dk, dv;
-    // Scores, dp and dq take turns in two accumulators. Tile i's scores, its dp and its dq follow
-    // each other in one. Meanwhile the other goes from the dq of the tile before to the scores of
-    // the next. s and dp are transposed: a row is a key, a column a query; of dq it is the group's
-    // 64 columns. With 96 columns half of the second group's come from what lies behind k, and mean
-    // nothing. A product of its own for fewer columns would be a branch, around which the assembler
-    // lets no product run on.
+    // Two accumulators alternate between tiles. One holds the scores, dp and dq of tile i in turn,
+    // while the other goes from dq of the preceding tile to the scores of the next one. Scores and
+    // dp are transposed: rows are keys, columns are queries. Each warpgroup computes 64 columns of
+    // dq.
+    //
+    // With 96 columns, half of the second warpgroup's columns come from the memory after k and are
+    // meaningless. A narrower product for that warpgroup would need a branch, and the assembler
+    // does not let products run across one.
     Accumulator<1, N> even, odd;
     Operand<N> e;
     dk.clear();
@@ -186,12 +193,13 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
                      : "memory");
       }
     };
-    auto tellSender = [&](int i) {  // once products are under way: the fence waits for the stores
+    auto tellSender = [&](int i) {  // called while products run, since the fence waits for the stores
       fenceAsync();
       barrierArrive(m.filled(i));
     };
 
-    // Zero, which the compiler does not know: it then forms addresses where they are needed, instead of keeping them all.
+    // Returns zero in a way that the compiler can't see through. It then computes addresses where
+    // they are needed instead of keeping them all in registers.
     auto zero = [](int i) { return i >> 30; };
     auto startScores = [&](int i, Accumulator<1, N> &s) {
       m.stages.wait(i);
@@ -199,16 +207,18 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
       startNT<T, D, S::Own>(s, m.k + zero(i), 64 * group, m.qTile(i));
       productsCommit();
     };
-    // Statistics are read where products are waited for, as shared memory answers late while products read their operands.
-    float h[N / 8][2];  // of the next tile's queries
+    // Statistics are read while waiting for products, because shared memory has a long latency
+    // while products read their operands.
+    float h[N / 8][2];  // for the next tile's queries
     auto loadExponents = [&](int i) {
 #pragma unroll
       for (int x = 0; x < N / 8; x++) loadPair(h[x], m.statsOf(i) + lane % 4 * 8 + x * 32);
     };
-    // The probabilities of tile i, of queries from i0 on, whose scores are ready.
+    // Computes the probabilities of tile i, with queries from i0 on, from its finished scores.
     auto formProbabilities = [&](int i, int i0, Accumulator<1, N> &s) {
       hold(s);
-      // A query that does not exist is all zeros, g and statistics included, and adds nothing.
+      // For a query that does not exist, q, g and the statistics are zeros, so it contributes
+      // nothing.
 #pragma unroll
       for (int x = 0; x < N / 8; x++)
 #pragma unroll
@@ -220,7 +230,7 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int key = own + 8 * half + lane / 4;
-          const int hidden = (key >= p.seq ? p.seq + N : p.causal ? key : 0) - i0 - lane % 4 * 2;  // from the lane's first query on
+          const int hidden = (key >= p.seq ? p.seq + N : p.causal ? key : 0) - i0 - lane % 4 * 2;  // counted from the lane's first query
 #pragma unroll
           for (int x = 0; x < N / 8; x++)
 #pragma unroll
@@ -233,7 +243,7 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
           dropBehind(s, i0, Bounds<1>([&](int row) { return (int)loadWord(m.endOf(own - j0 + row)); }));
       e.set(s, T());
     };
-    // dp begins at -Σ_d g·y.
+    // dp starts at −Σ_d g·y.
     auto beginDp = [&](int i, Accumulator<1, N> &dp) {
       const uint32_t stats = m.statsOf(i) + m.StatsBytes / 2 + lane % 4 * 8;
 #pragma unroll
@@ -245,7 +255,8 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
       }
       hold(dp);
     };
-    // What follows tile i's probabilities, with the next one's, if there is one, of queries from next on.
+    // Computes everything that follows the probabilities of tile i and, if there is a next tile,
+    // its probabilities.
     auto step = [&](auto more, Accumulator<1, N> &now, Accumulator<1, N> &other) {
       Accumulator<1, N> &dp = now, &dq = now;
       productsBegin();
@@ -293,7 +304,7 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
         t = t > walk.last - walk.count + 1 ? t - 1 : walk.last;
         formProbabilities(i + 1, t * N, other);
         beginDp(i + 1, other);
-        m.stages.wait(i + 1);  // long past; but no wait for products moves ahead of the exponentials across it
+        m.stages.wait(i + 1);  // long since complete, but keeps the compiler from moving a wait for products before the exponentials
       }
       productsWait<0>();
       hold(dk);
@@ -323,7 +334,7 @@ __device__ inline void workFused(const Params &p, const Docs &docs, const Angles
     m.stages.release(i - 1);
     sendDq(i - 1, even);
     tellSender(i - 1);
-    // Results leave by way of ds, once neither group needs it any more.
+    // Results go through the memory of ds, once neither warpgroup needs it anymore.
     meet();
     const float scale[1][2] = {{p.scale, p.scale}}, one[1][2] = {{1, 1}};
     const int outRow = 64 * group + 16 * warp;
@@ -359,9 +370,9 @@ __device__ inline void backwardFused(const Params &p, const Docs &docs, const An
   }
 }
 
-// dq of a tile of two heads, which share their angles: the sums times the scale, turned back. It
-// waits not for the kernel before but for its tile's sums. So it makes use of the multiprocessors
-// that have no more work of that one.
+// roundSums computes dq of a tile for two heads, which share their angles: the sums, times the
+// scale, rotated back. A block waits for the sums of its own tile rather than for the end of the
+// preceding kernel, and so uses multiprocessors that have run out of work there.
 template <typename T, class S> __device__ inline void roundSums(const Params &p, const Angles &angles) {
   constexpr int D = S::D;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -369,7 +380,7 @@ template <typename T, class S> __device__ inline void roundSums(const Params &p,
   const int pairs = (p.heads + 1) / 2, second = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
   const int tile = blockIdx.x % sums.tiles, head = blockIdx.x / sums.tiles % pairs * 2 + second;
   const int batch = blockIdx.x / sums.tiles / pairs, own = tile * S::Loop + 16 * warp;
-  if (blockIdx.x == gridDim.x - 1) awaitPrevious();  // the kernel behind this one counts on both
+  if (blockIdx.x == gridDim.x - 1) awaitPrevious();  // the next kernel may then rely on both kernels having finished
   if (head == p.heads) return;
   const uint32_t out = sharedAddress(shared) + second * S::LoopBytes;
   const int64_t index = sums.index(p, batch, head, tile);
@@ -391,9 +402,10 @@ template <typename T, class S> __device__ inline void roundSums(const Params &p,
 
 // Launch: as many blocks of Threads as there are multiprocessors, after the statistics and before
 // the rounding of dq. Dynamic shared memory: 2·OwnBytes + Stages·(2·LoopBytes + 8·Loop + 16) +
-// 2·Own·Loop·2 + Loop·D·4 + 56, with documents 4·Own more. The rounding: a block of 256 threads for
-// every tile of 64 queries of every two heads, and the shared memory of their results. It may
-// overlap with the kernel before it.
+// 2·Own·Loop·2 + Loop·D·4 + 56, plus 4·Own with documents.
+//
+// The rounding kernel is launched with a block of 256 threads for every tile of 64 queries of every
+// two heads, and shared memory for their results. It may overlap with the preceding kernel.
 #define FUSED(D, T)                                                                                                         \
   extern "C" __global__ void __launch_bounds__(attention::Fused##D::Threads, 1) attention_hopper_backward_fused_##D##_##T(  \
       const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \

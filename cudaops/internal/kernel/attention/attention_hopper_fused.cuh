@@ -1,5 +1,6 @@
-// What attention_hopper_fused.cu and attention_hopper_fused64.cu share, the backward passes in one
-// kernel. It is the walk over queries, the sums of dq, and how blocks tell each other of them.
+// Definitions shared by the fused backward passes in attention_hopper_fused.cu and
+// attention_hopper_fused64.cu: the loop over queries, the sums of dq, and the counters that
+// synchronize blocks.
 #pragma once
 #include "attention_hopper.cuh"
 
@@ -19,15 +20,15 @@ __device__ inline void storeRelease(int *p, int v) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-// The workspace after the statistics has the sums of every tile's dq, as the registers of products
-// hold them. Then come how many blocks have added to each, or that all have, of kernels that say so
-// to another. Last is how much work has been handed out. The numbers must begin as zeros, the sums
-// need not.
+// Sums is the part of the workspace after the statistics. It has the partial sums of every tile of
+// dq, in the layout of the product's registers; the number of blocks that have added to each tile,
+// or `complete` once all have, in kernels that report this to another kernel; and the number of
+// work items handed out. The numbers must start at zero, but the sums need not be initialized.
 template <class S> struct Sums {
   static_assert(S::Loop == kFusedTile, "");
   float *sums;
   int *added, *handedOut;
-  int tiles;  // of one head
+  int tiles;  // per head
   static constexpr int size = kFusedTile * S::D, complete = 1 << 30;
   __device__ Sums(const Params &p) : tiles((p.seq + kFusedTile - 1) / kFusedTile) {
     const int64_t heads = (int64_t)p.batch * p.heads;
@@ -38,12 +39,13 @@ template <class S> struct Sums {
   __device__ int64_t index(const Params &p, int batch, int head, int tile) const {
     return ((int64_t)batch * p.heads + head) * tiles + tile;
   }
-  // How many blocks add to a tile of queries before that of a tile of keys. Those that have keys
-  // which its queries see follow each other, from the one with the first query's first key on.
+  // before returns the number of blocks that add to a tile of queries before the block of w. The
+  // blocks that hold visible keys add in consecutive order, starting with the first key of the
+  // first query.
   template <class Docs> __device__ static int before(const Params &p, const Docs &docs, const Work &w, int tile) {
     return w.tile - docs.start(p, w.batch, tile * kFusedTile) / S::Own;
   }
-  // Whether no block adds to it after that.
+  // finishes reports whether w's block is the last to add to a tile.
   __device__ bool finishes(const Params &p, const Work &w, int tile) const {
     return w.tile == (p.causal ? tile : tiles - 1) * kFusedTile / S::Own;
   }
@@ -53,14 +55,14 @@ template <class S> struct Sums {
   }
 };
 
-// Of the first few tiles of queries those that see a key of the block's. They come from the last to
-// the first, for one query head of the group after another.
+// QueryWalk visits, among the first `tiles` tiles of queries, the ones that see a key of the block.
+// It goes from the last to the first, for one query head of the group after another.
 struct QueryWalk {
   int count, last, group;
   __device__ QueryWalk(const Params &p, int tiles, int j0)
       : count(tiles - (p.causal ? j0 / kFusedTile : 0)), last(tiles - 1), group(p.heads / p.kvHeads) {}
   __device__ int steps() const { return group * count; }
-  // Calls visit(head, tile) for each.
+  // walk calls visit(head, tile) for each tile.
   template <class Visit> __device__ void walk(int kvHead, Visit visit) const {
 #pragma unroll 1
     for (int h = 0; h < group; h++)
@@ -69,8 +71,9 @@ struct QueryWalk {
   }
 };
 
-// Multiplies probabilities, of which a column is a query, by the queries' ρ where those count, which the last bits of h tell. That is
-// seldom, so ρ has no place in shared memory: rho() is where that of the tile's first query is in global memory.
+// correct multiplies probabilities by the ρ of their queries, the columns, if some ρ differs from
+// 1. The last bit of h indicates this. This is rare, so ρ is not copied to shared memory: rho()
+// returns the address of the tile's first ρ in global memory.
 template <int N, class Rho> __device__ inline void correct(Accumulator<1, N> &s, const float (&h)[N / 8][2], Rho rho) {
   uint32_t bits = 0;
 #pragma unroll
@@ -85,8 +88,8 @@ template <int N, class Rho> __device__ inline void correct(Accumulator<1, N> &s,
   }
 }
 
-// Writes columns 16·k... of a warp's rows, in a product's layout, into a tile of 64 columns; the address is that of this lane's
-// chunk for k = 0.
+// storeColumns writes columns 16·k... of a warp's rows, in the layout of a product, to a tile of 64
+// columns. address belongs to this lane's chunk for k = 0.
 __device__ inline void storeColumns(const uint32_t (&v)[4], uint32_t address, int k) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address ^ k * 32), "r"(v[0]), "r"(v[1]),
                "r"(v[2]), "r"(v[3])

@@ -1,16 +1,14 @@
-// The backward pass of attention on Hopper's own instructions up to head dimension 64 in one
-// kernel, for bf16 and f16. attention_hopper_fused.cu has the manner of working, and in what order
-// the blocks add up a tile's dq.
+// The backward pass of attention for bf16 and f16 on Hopper, for head dimensions up to 64, in one
+// kernel. attention_hopper_fused.cu describes the structure, and how blocks add up a tile of dq.
 //
-// Two warpgroups have 64 keys of the block's 128 each, with dk and dv in registers. They read
-// nothing of each other: they only leave ds in shared memory. A third warpgroup forms dq from the
-// ds of both and gives it to the threads that add it to the sums. To a tile that no other block
-// adds to any more it adds its part itself, on from the sums. Then it turns dq back by RoPE's
-// angles and rounds it.
+// Two warpgroups each have 64 of the block's 128 keys, with dk and dv in registers. They exchange
+// no data; they only write ds to shared memory. A third warpgroup computes dq from the ds of both
+// and hands it to the threads that add it to the sums. If no other block adds to the tile after
+// this one, the warpgroup continues from the sums itself, undoes RoPE, and rounds dq.
 //
-// Products of the two, in the order in which they are started, are dv += p(i)·g and the next scores
-// s(i+1) = k·qᵀ. They run while ds(i) is formed. Then dk += ds(i)·q and dp(i+1) = v·gᵀ run during
-// the exponentials of s(i+1).
+// Products of the first two warpgroups start in this order: dv += p(i)·g and the next scores s(i+1)
+// = k·qᵀ, which run while ds(i) is computed; then dk += ds(i)·q and dp(i+1) = v·gᵀ, which run
+// during the exponentials of s(i+1).
 #include "attention_hopper_fused.cuh"
 
 namespace attention {
@@ -20,20 +18,21 @@ constexpr int kFusedThreads = 512;
 
 #ifdef HOPPER
 
-constexpr int kWorkerRegisters = 208, kQueryRegisters = 72;  // of the third warpgroup; the copier has what is left
+constexpr int kWorkerRegisters = 208, kQueryRegisters = 72;  // for the third warpgroup; the copier gets the rest
 
-// Shared memory: k and v of Turns turns, Stages of q and g with their statistics, three ds, two dq.
-// Then results on their way out, the barriers and the work of each turn. With that are the tiles of
-// queries up to the last that sees one of its keys.
+// Shared memory: k and v for Turns turns, Stages tiles of q and g with their statistics, three
+// tiles of ds, two of dq, outgoing results, the barriers, and the work item of each turn with the
+// number of query tiles up to the last one that sees a key of the block.
 template <class S> struct FusedMemory {
   static constexpr int DsBytes = S::Own * S::Loop * 2, DqBytes = S::Loop * S::D * 4, StatsBytes = 2 * S::Loop * 4;
-  // Three threads send dq away, each every third tile, so that one's wait for the memory does not hold up the others.
+  // Three threads take turns sending dq, so that one thread's wait for memory does not delay the
+  // next two tiles.
   static constexpr int senders = 3, queryThreads = 128;
   uint32_t own, tiles, ds, dq, out, stats;
   Ring<S::Turns> turns;
   Ring<S::Stages> stages;
   Ring<3> dsRing;
-  Ring<2> dqRing;  // only what is free: each sender has a barrier of its own for what is filled
+  Ring<2> dqRing;  // used only for freed slots; filled slots have one barrier per sender
   uint32_t dqFilled, work;
   __device__ FusedMemory(uint32_t base)
       : own(base), tiles(own + S::Turns * 2 * S::OwnBytes), ds(tiles + S::Stages * 2 * S::LoopBytes), dq(ds + 3 * DsBytes),
@@ -63,7 +62,8 @@ template <class S> struct FusedMemory {
     }
     __syncthreads();
   }
-  // The work of a turn lies with its keys and values; a batch of -1 says that there is no more.
+  // The work item is stored per turn, like its keys and values. A batch of -1 marks the end of the
+  // work.
   __device__ uint32_t workAt(int turn) const { return work + turns.slot(turn) * 16; }
   __device__ Work workOf(int turn) const {
     return {(int)loadWord(workAt(turn)), (int)loadWord(workAt(turn) + 4), (int)loadWord(workAt(turn) + 8)};
@@ -106,8 +106,9 @@ __device__ inline void copyFused(const Params &p, const Docs &docs, const Tensor
   }
 }
 
-// What one of the three threads does that add dq to the sums. A tile's first block writes, the
-// others add when their turn has come. The last finishes the tile.
+// sendFused runs in each of the three threads that add dq to the sums. The first block of a tile
+// stores its contribution, later blocks wait for their turn and add theirs, and the last block
+// finishes the tile.
 template <class S, class Docs>
 __device__ inline void sendFused(const Params &p, const Docs &docs, const FusedMemory<S> &m, int sender) {
   const Sums<S> sums(p);
@@ -126,7 +127,7 @@ __device__ inline void sendFused(const Params &p, const Docs &docs, const FusedM
       const int before = sums.before(p, docs, w, tile);
       if (adds) {
         sums.wait(at, before);
-        asm volatile("fence.proxy.async.global;" ::: "memory");  // an ordinary load has seen the turn come, a copy follows
+        asm volatile("fence.proxy.async.global;" ::: "memory");  // the turn was observed by an ordinary load, but a bulk copy follows
       }
       barrierWait(m.filled(n), n / m.senders & 1);
       if (adds && before == 0)
@@ -140,13 +141,14 @@ __device__ inline void sendFused(const Params &p, const Docs &docs, const FusedM
       asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
       m.dqRing.release(n);
       if (!adds) return;
-      asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // after which ordinary stores need no fence
+      asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");  // after this, ordinary stores need no fence
       storeRelease(sums.added + at, before + 1);
     });
   }
 }
 
-// setKeys, addKeys: c (64×64) = or += A·Bᵀ for 16 columns of A, in registers, and of B.
+// setKeys and addKeys compute c (64×64) = A·Bᵀ and c += A·Bᵀ for 16 columns of A, in registers, and
+// of B.
 #define DEFINE_KEYS(function, m, add, T, name)                                                        \
   __device__ inline void function(float (&c)[8][4], const uint32_t (&x)[4], uint64_t y, T) {          \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                         \
@@ -160,7 +162,7 @@ DEFINE_KEYS(addKeys, "+f", 1, bf16, "bf16")
 DEFINE_KEYS(setKeys, "=f", 0, f16, "f16")
 DEFINE_KEYS(addKeys, "+f", 1, f16, "f16")
 
-// Starts c = A·Bᵀ for A in registers and the 64 rows of a tile with as many columns.
+// startKeys starts c = A·Bᵀ, for A in registers and a tile B of 64 rows and columns.
 template <typename T> __device__ inline void startKeys(Accumulator<1, 64> &c, const Operand<64> &a, uint32_t bTile) {
   const Descriptor b(bTile, 16);
   setKeys(c.c[0], a.r[0], b.plus(0), T());
@@ -168,7 +170,7 @@ template <typename T> __device__ inline void startKeys(Accumulator<1, 64> &c, co
   for (int k = 1; k < 4; k++) addKeys(c.c[0], a.r[k], b.plus(k * 32), T());
 }
 
-// What the warpgroup does that forms dq.
+// workQueries runs in the warpgroup that computes dq.
 template <typename T, class S, class Docs>
 __device__ inline void workQueries(const Params &p, const Docs &docs, const Angles &angles, const FusedMemory<S> &m) {
   constexpr int D = S::D;
@@ -182,7 +184,7 @@ __device__ inline void workQueries(const Params &p, const Docs &docs, const Angl
     QueryWalk(p, uniform(m.tilesOf(turn)), w.tile * S::Own).walk(w.head, [&](int head, int tile) {
       const bool finishes = sums.finishes(p, w, tile);
       const int before = finishes ? sums.before(p, docs, w, tile) : 0;
-      if (before > 0) {  // on from the sums of the others
+      if (before > 0) {  // continue from the sums of the other blocks
         const int64_t index = sums.index(p, w.batch, head, tile);
         sums.wait(index, before);
         const float4 *from = (const float4 *)(sums.sums + index * sums.size) + threadIdx.x % 128;
@@ -244,9 +246,9 @@ __device__ inline void workKeys(const Params &p, const Docs &docs, const Angles 
     const int n = i + walk.steps();
     int t = walk.last;
     Accumulator<1, D> dk, dv;
-    Accumulator<1, N> s, dp;  // transposed: a row is a key, a column a query
+    Accumulator<1, N> s, dp;  // transposed: rows are keys, columns are queries
     Operand<N> e, ds;
-    Operand<D> keys;  // which products would otherwise read from shared memory for every tile anew
+    Operand<D> keys;  // k in registers, so that products don't read it from shared memory for every tile
 #pragma unroll
     for (int x = 0; x < D / 16; x++) loadMatrices(keys.r[x], chunkAt<D>(m.k(turn), outRow + lane % 16, 2 * x + lane / 16));
     dk.clear();
@@ -257,15 +259,16 @@ __device__ inline void workKeys(const Params &p, const Docs &docs, const Angles 
       startKeys<T>(s, keys, m.qTile(i));
       productsCommit();
     };
-    float h[N / 8][2];  // of the next tile's queries, loaded while its scores are waited for
+    float h[N / 8][2];  // for the next tile's queries; loaded while waiting for its scores
     auto loadExponents = [&](int i) {
 #pragma unroll
       for (int x = 0; x < N / 8; x++) loadPair(h[x], m.statsOf(i) + lane % 4 * 8 + x * 32);
     };
-    // The probabilities of tile i, of queries from i0 on, whose scores are ready.
+    // Computes the probabilities of tile i, with queries from i0 on, from its finished scores.
     auto formProbabilities = [&](int i, int i0) {
       hold(s);
-      // A query that does not exist is all zeros, g and statistics included, and adds nothing.
+      // For a query that does not exist, q, g and the statistics are zeros, so it contributes
+      // nothing.
 #pragma unroll
       for (int x = 0; x < N / 8; x++)
 #pragma unroll
@@ -278,7 +281,7 @@ __device__ inline void workKeys(const Params &p, const Docs &docs, const Angles 
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int key = own + 8 * half + lane / 4;
-          const int hidden = (key >= p.seq ? p.seq + N : p.causal ? key : 0) - i0 - lane % 4 * 2;  // from the lane's first query on
+          const int hidden = (key >= p.seq ? p.seq + N : p.causal ? key : 0) - i0 - lane % 4 * 2;  // counted from the lane's first query
 #pragma unroll
           for (int x = 0; x < N / 8; x++)
 #pragma unroll
@@ -289,7 +292,8 @@ __device__ inline void workKeys(const Params &p, const Docs &docs, const Angles 
       dropBehind(s, i0, ends);
       e.set(s, T());
     };
-    // dp begins at -Σ_d g·y, which is loaded as soon as its registers are free: shared memory answers late while products read it.
+    // dp starts at −Σ_d g·y, which is loaded as soon as its registers are free, because shared
+    // memory has a long latency while products read their operands.
     auto beginDp = [&](int i, int x) {
       float delta[2];
       loadPair(delta, m.statsOf(i) + m.StatsBytes / 2 + lane % 4 * 8 + x * 32);
@@ -299,14 +303,16 @@ __device__ inline void workKeys(const Params &p, const Docs &docs, const Angles 
     auto startDp = [&](int i) {
       hold(dp);
       productsBegin();
-      // i >> 30 is zero, which the compiler does not know: it then forms addresses where they are needed, instead of keeping them all.
+      // i >> 30 is zero, but the compiler can't know this. It then computes addresses where they
+      // are needed instead of keeping them all in registers.
       startNT<T, D, S::Own, N, true>(dp, m.v(turn) + (i >> 30), 64 * group, m.gTile(i));
       productsCommit();
     };
-    // What follows the scores and dp of tile i, of queries from i0 on, that are under way.
+    // Turns the scores of tile i, with queries from i0 on, into probabilities, and waits for its
+    // dp.
     auto takeScores = [&](int i, int i0) {
       formProbabilities(i, i0);
-      m.stages.wait(i);  // long past; but no wait for products moves ahead of the exponentials across it
+      m.stages.wait(i);  // long since complete, but keeps the compiler from moving a wait for products before the exponentials
       productsWait<0>();
       hold(dp);
       hold(dk);
@@ -334,7 +340,7 @@ __device__ inline void workKeys(const Params &p, const Docs &docs, const Angles 
       startNN<T, D>(dk, ds, m.qTile(i));
       productsCommit();
       if constexpr (more.value) startDp(i + 1);
-      fenceAsync();  // once products are under way: it waits for the stores
+      fenceAsync();  // placed while products run, since it waits for the stores
       barrierArrive(m.dsRing.filled(i));
       if constexpr (more.value) {
         loadExponents(i + 1);
@@ -400,8 +406,9 @@ __device__ inline void backwardFused(const Params &p, const Docs &docs, const An
 #endif  // HOPPER
 }  // namespace attention
 
-// Launch: as many blocks of 512 threads as there are multiprocessors, after the statistics. Dynamic shared memory:
-// (2·Turns + 1)·OwnBytes + Stages·(2·LoopBytes + 8·Loop + 16) + 6·Own·Loop + 8·Loop·D + 32·Turns + 112.
+// Launch: as many blocks of 512 threads as there are multiprocessors, after the statistics. Dynamic
+// shared memory: (2·Turns + 1)·OwnBytes + Stages·(2·LoopBytes + 8·Loop + 16) + 6·Own·Loop +
+// 8·Loop·D + 32·Turns + 112.
 #define FUSED(D, T)                                                                                                         \
   extern "C" __global__ void __launch_bounds__(attention::kFusedThreads, 1) attention_hopper_backward_fused_##D##_##T(  \
       const __grid_constant__ attention::Params p, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, \

@@ -1,24 +1,29 @@
-// Flash attention on the tensor cores of every GPU since Ampere (mma.sync), for bf16 and f16: attention.cuh has the formulas.
+// Flash attention for bf16 and f16 on the tensor cores of every GPU since Ampere (mma.sync).
+// attention.cuh has the formulas.
 //
-// Scores exist a tile at a time, in registers. Forward: a block owns a tile of queries and walks over the keys, with a
-// running maximum and sum for each query (Dao, "FlashAttention-2", 2023). Backward: with P the softmax, formed again from
-// the forward pass's normalizers, and Δ = Σ_d g·y,
+// Scores exist only one tile at a time, in registers. In the forward pass a block owns a tile of
+// queries and loops over the keys, with a running maximum and sum for each query (Dao,
+// "FlashAttention-2", 2023). The backward pass recomputes the softmax P from the forward pass's
+// normalizers. With Δ = Σ_d g·y,
 //
 //   dv = Pᵀ·g,  dS = P ⊙ (g·vᵀ − Δ),  dq = scale·dS·k,  dk = scale·dSᵀ·q.
 //
-// One kernel owns queries and forms dq; another owns keys and forms dk and dv, from transposed
-// scores, over all query heads that read them. The scores are computed twice. In exchange there are
-// no atomics (the same bits on every run) and no float32 copy of dq. Operands never leave their
-// registers: a transposed score's accumulator is the next product's operand.
+// One kernel owns queries and computes dq. Another owns keys and computes dk and dv, from
+// transposed scores, over all query heads that share the keys. The scores are therefore computed
+// twice, but no atomics are needed, so results are bitwise reproducible, and dq needs no float32
+// copy. Scores never leave their registers: the accumulator of one product is an operand of the
+// next.
 //
-// While a tile is worked on, the next one is on its way (cp.async). Needs: headDim a multiple of 8 and at most D, pointers
-// and strides multiples of 16 bytes, scale > 0.
+// While a tile is processed, the next one is copied asynchronously (cp.async). Requirements:
+// headDim is a multiple of 8 and at most D, pointers and strides are multiples of 16 bytes, and
+// scale > 0.
 #include "attention.cuh"
 
 namespace attention {
 
-// A warp holds 16·M rows of the block's own tile. Loop rows of the other operand are in shared
-// memory at a time. Step of them are multiplied at once (the width of the score accumulator).
+// Shape describes a kernel's tiles. A warp holds 16·M rows of the tile that the block owns. Shared
+// memory holds Loop rows of the other operand at a time, and Step of those rows, the width of the
+// score accumulator, are multiplied at once.
 template <int D_, int Warps_, int M_, int Loop_, int Step_> struct Shape {
   static constexpr int D = D_, Warps = Warps_, M = M_, Loop = Loop_, Step = Step_;
   static constexpr int Threads = 32 * Warps, Own = 16 * M * Warps;
@@ -37,7 +42,7 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
   const T *k = at<const T>(p.k, p.kStride, p.seq, w.batch, 0, kvHead * p.headDim);
   const T *v = at<const T>(p.v, p.vStride, p.seq, w.batch, 0, kvHead * p.headDim);
   const int keys = p.causal ? min(p.seq, i0 + S::Own) : p.seq;
-  const int lastRow = min(i0 + row + 16 * M, p.seq) - 1;  // of this warp
+  const int lastRow = min(i0 + row + 16 * M, p.seq) - 1;  // for this warp
   const auto starts = startsOf<M>(docs, p, w.batch, i0 + row);
   const float c = p.scale * kLog2e;
 
@@ -61,7 +66,7 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
   const int n = (keys + S::Loop - 1) / S::Loop;
   for (int j = first; j < n; j++) {
     copyWait<0>();
-    __syncthreads();  // tile j is there, and nobody reads tile j-1 any more
+    __syncthreads();  // tile j has arrived, and all threads have read tile j-1
     if (j + 1 < n) fetch(j + 1);
     const uint32_t kTile = stages + j % 2 * 2 * S::LoopBytes, vTile = kTile + S::LoopBytes;
 #pragma unroll
@@ -79,14 +84,16 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
       for (int m = 0; m < M; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          // Without documents the first key is visible to every query: then top is finite from the first step on.
+          // Without documents every query sees the first key, so top is finite after the first
+          // step.
           float highest = top[m][half];
 #pragma unroll
           for (int x = 0; x < S::Step / 8; x++) highest = fmaxf(highest, fmaxf(s.c[m][x][2 * half], s.c[m][x][2 * half + 1]));
           highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 1));
           highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, 2));
           const float base = softmaxBase<Docs::packed>(highest);
-          // Exactly what sums relative to the old zero need, which rounding moved from top·c.
+          // The exact factor from the old base to the new one; rounding makes the base differ from
+          // top·c.
           float zero = __fmul_rn(base, c), shrink = exp2Approx(__fmul_rn(top[m][half], c) - zero), total = 0;
           top[m][half] = highest;
 #pragma unroll
@@ -113,7 +120,7 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
         normalizerOf(p, w.batch, w.head, i) = normalizer(top[m][half], total, c, p.scale);
       sum[m][half] = 1 / total;
     }
-  __syncwarp();  // the warp's own rows of q make room for its rows of y
+  __syncwarp();  // the rows of q that this warp read make room for its rows of y
   y.template roundTo<T>(qTile, row, sum);
   __syncwarp();
   T *out = at<T>(p.y, p.yStride, p.seq, w.batch, i0 + row, w.head * p.headDim);
@@ -165,7 +172,7 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
   const int n = (keys + S::Loop - 1) / S::Loop;
   for (int j = first; j < n; j++) {
     copyWait<0>();
-    __syncthreads();  // tile j is there, and nobody reads tile j-1 any more
+    __syncthreads();  // tile j has arrived, and all threads have read tile j-1
     if (j + 1 < n) fetch(j + 1);
     const uint32_t kTile = stages + j % 2 * 2 * S::LoopBytes, vTile = kTile + S::LoopBytes;
 #pragma unroll
@@ -196,7 +203,7 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
   float scale[M][2];
 #pragma unroll
   for (int m = 0; m < M; m++) scale[m][0] = scale[m][1] = p.scale;
-  __syncwarp();  // the warp's own rows of q make room for its rows of dq
+  __syncwarp();  // the rows of q that this warp read make room for its rows of dq
   dq.template roundTo<T>(qTile, row, scale);
   __syncwarp();
   T *out = at<T>(p.dq, p.dqStride, p.seq, w.batch, i0 + row, w.head * p.headDim);
@@ -215,7 +222,7 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
   const T *k = at<const T>(p.k, p.kStride, p.seq, w.batch, j0, w.head * p.headDim);
   const T *v = at<const T>(p.v, p.vStride, p.seq, w.batch, j0, w.head * p.headDim);
   const float c = p.scale * kLog2e;
-  // All tiles of queries that see a key of the block, of one query head after the other.
+  // All tiles of queries that see a key of the block, one query head after another.
   const int first = p.causal ? j0 / S::Loop : 0, queries = docs.end(p, w.batch, j0 + S::Own - 1);
   const int tiles = (queries + S::Loop - 1) / S::Loop - first, n = group * tiles;
   const auto ends = endsOf<M>(docs, p, w.batch, j0 + row);
@@ -245,7 +252,7 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
   dv.clear();
   for (int it = 0; it < n; it++) {
     copyWait<0>();
-    __syncthreads();  // tile it is there, and nobody reads the one before it any more
+    __syncthreads();  // tile `it` has arrived, and all threads have read the preceding tile
     if (it + 1 < n) fetch(it + 1);
     const uint32_t qTile = stages + it % 2 * stageBytes, gTile = qTile + S::LoopBytes, statsRow = gTile + S::LoopBytes;
     const int i0 = (first + it % tiles) * S::Loop;
@@ -256,12 +263,12 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
       if constexpr (Docs::packed)
         if (i >= ends.highest()) break;
       if (p.causal && i + S::Step <= j0 + row) continue;  // all of these queries come before this warp's keys
-      Accumulator<M, S::Step> pt, ds;  // transposed: a row is a key, a column a query
+      Accumulator<M, S::Step> pt, ds;  // transposed: rows are keys, columns are queries
       pt.clear();
       pt.template addNT<T, D>(kTile, row, qTile, step);
-      // A query that does not exist is all zeros, g and statistics included, and adds nothing. A key that does not exist
-      // only spoils its own row, which is not stored.
-      const uint32_t stats = statsRow + (step + lane % 4 * 2) * 4;  // of two neighbouring queries
+      // For a query that does not exist, q, g and the statistics are zeros, so it contributes
+      // nothing. A key that does not exist affects only its own row, which is not stored.
+      const uint32_t stats = statsRow + (step + lane % 4 * 2) * 4;  // for two neighboring queries
       const bool diagonal = p.causal && i < j0 + row + 16 * M - 1;
 #pragma unroll
       for (int x = 0; x < S::Step / 8; x++) {
@@ -296,7 +303,7 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
   float scale[M][2], one[M][2];
 #pragma unroll
   for (int m = 0; m < M; m++) scale[m][0] = scale[m][1] = p.scale, one[m][0] = one[m][1] = 1;
-  __syncwarp();  // the warp's own rows of k and v make room for its rows of dk and dv
+  __syncwarp();  // the rows of k and v that this warp read make room for its rows of dk and dv
   dk.template roundTo<T>(kTile, row, scale);
   dv.template roundTo<T>(vTile, row, one);
   __syncwarp();
@@ -307,7 +314,8 @@ template <typename T, typename S, typename Docs> __device__ __forceinline__ void
   storeRows<T, D, 16 * M>(vTile, row, dvRow, p.dvStride, rows, p.headDim);
 }
 
-// The host knows these figures too (mmaShapes). No block needs more than 99 KiB of shared memory, which sm_89 has.
+// mmaShapes on the host must match these shapes. No block needs more than the 99 KiB of shared
+// memory available on sm_89.
 using Forward64 = Shape<64, 4, 2, 64, 64>;
 using Forward128 = Shape<128, 4, 2, 64, 64>;
 using BackwardQ64 = Shape<64, 4, 2, 64, 32>;

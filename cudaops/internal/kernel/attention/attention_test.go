@@ -12,17 +12,17 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
-// attentionCase is attention on the GPU and, in float64, on the CPU.
+// attentionCase is a case of attention, computed both on the GPU and, in float64, on the CPU.
 type attentionCase struct {
 	Geometry
 	variant kernel.Variant
 	dtype   gpu.DType
-	packed  bool    // q, k and v are parts of one matrix, as dq, dk and dv are
+	packed  bool    // q, k and v are columns of one matrix, as are dq, dk and dv
 	skew    int     // elements past alignment
-	turned  bool    // by RoPE, which the backward pass undoes
-	starts  []int32 // of each token's document, nil for none
-	window  int     // of the table of documents alone
-	alike   float64 // about the size of scores that are all alike for a query; 0 for others
+	turned  bool    // rotated by RoPE, which the backward pass undoes
+	starts  []int32 // position of each token's document; nil for none
+	window  int     // used only by the table of documents
+	alike   float64 // approximate size of a query's equal scores; 0 for random scores
 }
 
 func (c attentionCase) String() string {
@@ -44,7 +44,8 @@ func (c attentionCase) String() string {
 		c.skew)
 }
 
-// matrix is rows in a buffer with other columns around them, which must stay as they are.
+// matrix is a set of rows in a buffer, possibly with other columns around them that must not
+// change.
 type matrix struct {
 	kernel.Rows
 	buf          *kerneltest.Buffer
@@ -52,8 +53,8 @@ type matrix struct {
 	rows         int
 }
 
-// matrices returns parts of one buffer side by side, with a few columns of nobody's behind them, or
-// each in its own.
+// matrices returns matrices of the given widths. They are columns of one buffer, followed by a few
+// unused columns, if the case is packed; otherwise each has its own buffer.
 func (c attentionCase) matrices(g *kerneltest.Rig, nobodys int, widths ...int) []matrix {
 	rows := c.Batch * c.Seq
 	parts := make([]matrix, len(widths))
@@ -81,7 +82,7 @@ func (c attentionCase) matrices(g *kerneltest.Rig, nobodys int, widths ...int) [
 	return parts
 }
 
-// fill writes normal numbers and returns them rounded.
+// fill writes normally distributed numbers and returns them as rounded.
 func (m matrix) fill(g *kerneltest.Rig) []float64 {
 	all := g.Read(m.buf)
 	for r := range m.rows {
@@ -92,7 +93,7 @@ func (m matrix) fill(g *kerneltest.Rig) []float64 {
 	return m.write(g, all)
 }
 
-// write writes the whole buffer and returns the matrix rounded.
+// write writes the whole buffer and returns the matrix as rounded.
 func (m matrix) write(g *kerneltest.Rig, all []float64) []float64 {
 	x := make([]float64, m.rows*m.width)
 	raw := kerneltest.Encode(all, m.buf.Dtype)
@@ -104,7 +105,7 @@ func (m matrix) write(g *kerneltest.Rig, all []float64) []float64 {
 	return x
 }
 
-// near fails unless ‖got − want‖ ≤ tol.
+// near fails the test unless ‖got − want‖ ≤ tol.
 func (m matrix) near(g *kerneltest.Rig, what string, want []float64, tol float64) {
 	g.Helper()
 	all, got := g.Read(m.buf), make([]float64, m.rows*m.width)
@@ -128,7 +129,7 @@ func (m matrix) near(g *kerneltest.Rig, what string, want []float64, tol float64
 
 func (c attentionCase) check(g *kerneltest.Rig) { c.compare(g, true) }
 
-// compare compares the forward pass with float64, and after that the backward one or not.
+// compare compares the forward pass with float64 and, if both is set, the backward pass as well.
 func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 	queryWidth, keyWidth, rows := c.Heads*c.HeadDim, c.KVHeads*c.HeadDim, c.Batch*c.Seq
 	in := c.matrices(g, 8, queryWidth, keyWidth, keyWidth)
@@ -144,7 +145,7 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 
 	a := c.Geometry
 	var cosines, sines []float64
-	if c.turned { // it does not matter by what
+	if c.turned { // any numbers will do as angles
 		tables := attentionCase{Geometry: Geometry{Batch: 1, Seq: c.Seq},
 			dtype: kerneltest.F32}.matrices(g, 0, c.HeadDim/2, c.HeadDim/2)
 		cosines, sines = tables[0].fill(g), tables[1].fill(g)
@@ -163,11 +164,12 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 	y, pairs := make([]float64, len(q)), make([]float64, 2*rows*c.Heads)
 	dq, dk, dv := make([]float64, len(q)), make([]float64, len(k)), make([]float64, len(v))
 	c.reference(y, pairs, dq, dk, dv, dy, q, k, v)
-	// The rounding of a score grows with it, and becomes that of its exponential.
+	// The rounding error of a score is proportional to the score and becomes the relative error of
+	// its exponential.
 	spread := max(1, math.Abs(a.Scale)*math.Sqrt(float64(a.HeadDim))/4)
 	out.near(g, "y", y, kerneltest.Forward(c.dtype)*spread*kerneltest.Norm(y))
-	// Near zero they keep the rounding of the scores that they are made of. Of scores that are alike
-	// log l has what rounding moves between it and m.
+	// Normalizers near zero retain the rounding error of the scores they are computed from. If all
+	// scores of a query are alike, rounding moves part of m into log l.
 	for i := range pairs[:len(pairs)/2] {
 		pairs[2*i+1] = math.Log(pairs[2*i+1])
 	}
@@ -186,15 +188,15 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 		layer.RoPE(dk, dk, cosines, sines, a.Seq, a.KVHeads, a.HeadDim, true)
 	}
 
-	// Of a single key dq and dk vanish, but for rounding.
+	// With a single key, dq and dk are zero except for rounding.
 	for i, want := range [][]float64{dq, dk, dv} {
 		size := kerneltest.Norm(want)
 		if a.Seq == 1 || c.starts != nil || c.alike > 0 {
 			size = max(size, kerneltest.Norm(dv))
 		}
 		if c.alike > 0 && i == 0 {
-			// dq is keys times differences that sum to zero. What is left of them is the rounding of
-			// each difference and of y, from which their mean is formed.
+			// dq sums keys times differences that cancel. The remainder is the rounding error of
+			// each difference, and of y, which determines their mean.
 			size = 2 * alikeKey * kerneltest.Norm(dv)
 		}
 		d[i].near(g, [...]string{"dq", "dk", "dv"}[i], want,
@@ -202,7 +204,7 @@ func (c attentionCase) compare(g *kerneltest.Rig, both bool) {
 	}
 }
 
-// reference computes in float64 what the kernels do, but for RoPE.
+// reference computes the expected results in float64, without RoPE.
 func (c attentionCase) reference(y, normalizers, dq, dk, dv, dy, q, k, v []float64) {
 	s := cpuattention.Shape{Batch: c.Batch, Seq: c.Seq, Heads: c.Heads, KVHeads: c.KVHeads,
 		HeadDim: c.HeadDim, Causal: c.Causal,
@@ -220,9 +222,9 @@ func (c attentionCase) reference(y, normalizers, dq, dk, dv, dy, q, k, v []float
 	cpuattention.Backward(dq, dk, dv, dy, q, k, v, y, normalizers, s)
 }
 
-// attentionCases are odd lengths, one more and one less than the tiles', ratios of heads, and head
-// dimensions of every kernel, padded or not. Short, the plain kernels have one length and one head
-// dimension for each type.
+// attentionCases returns cases with odd lengths, lengths one more and one less than the tiles,
+// various ratios of heads, and head dimensions for every kernel, padded or not. In short mode, the
+// plain kernels get one length and one head dimension per type.
 func attentionCases(short bool) []attentionCase {
 	var cases []attentionCase
 	add := func(v string, t gpu.DType, b, seq, h, kv, d int, causal, packed bool, skew int) {
@@ -256,7 +258,7 @@ func attentionCases(short bool) []attentionCase {
 		}
 	}
 
-	// More tiles than multiprocessors, of which some are short of queries.
+	// more tiles than multiprocessors, some only partly filled with queries
 	add(Hopper, kerneltest.Bf16, 8, 260, 12, 12, 64, true, false, 0)
 	add(Hopper, kerneltest.Bf16, 8, 130, 12, 12, 128, true, false, 0)
 	if short {
@@ -274,7 +276,7 @@ func attentionCases(short bool) []attentionCase {
 	return cases
 }
 
-// runs reports whether the GPU has what the variant needs.
+// runs reports whether the GPU supports the variant.
 func runs(g *kerneltest.Rig, w kernel.Variant) bool {
 	return g.Ctx.Device().Capability() == 90 || w.Family != Hopper
 }
@@ -289,7 +291,8 @@ func TestAttention(t *testing.T) {
 	}
 }
 
-// Scores far apart, a negative scale, and sums over keys that are all alike.
+// TestAttentionScale checks widely separated scores, a negative scale, and a scale that makes all
+// scores nearly equal.
 func TestAttentionScale(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, scale := range []float64{5, -1, 1e-3} {
@@ -305,9 +308,9 @@ func TestAttentionScale(t *testing.T) {
 	}
 }
 
-// TestAttentionShift wants attention to keys that are all alike to be the mean of the values, and
-// its gradients to fit, however large the scores are. Forward and backward pass must take the
-// exponentials relative to the very same numbers.
+// TestAttentionShift checks that attention to identical keys is the mean of the values, with
+// matching gradients, however large the scores are. This requires the forward and backward passes
+// to subtract exactly the same numbers before exponentiation.
 func TestAttentionShift(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, size := range []float64{10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 3e7} {
@@ -328,7 +331,7 @@ func TestAttentionShift(t *testing.T) {
 				if !runs(g, a.variant) || testing.Short() && packed != (c.dim == 64) {
 					continue
 				}
-				if c.dtype == kerneltest.F16 && size > 1e6 { // dk would be beyond float16
+				if c.dtype == kerneltest.F16 && size > 1e6 { // dk would overflow float16
 					continue
 				}
 				if packed {
@@ -340,11 +343,11 @@ func TestAttentionShift(t *testing.T) {
 	}
 }
 
-// alikeKey is every element of keys that are alike.
+// alikeKey is the value of every element of the keys in makeAlike.
 const alikeKey = 32
 
-// makeAlike makes the keys alike and the scores of each query as large as the case wants them, some
-// of them negative.
+// makeAlike makes all keys identical, and gives each query scores of about the size c.alike with
+// random signs.
 func (c attentionCase) makeAlike(g *kerneltest.Rig, queries, keys matrix) (q, k []float64) {
 	all := g.Read(queries.buf)
 	for r := range queries.rows {
@@ -390,7 +393,7 @@ func TestAttentionRepeatsBits(t *testing.T) {
 			r := one.benchmark(g, &variant)
 			var first [4][]float64
 			for run := range kerneltest.Few(3, 2) {
-				variant.Size = 2 * run // in whatever order heads are worked on
+				variant.Size = 2 * run // results must not depend on the order of the heads
 				r.forward()
 				r.backward()
 				for i, b := range []*kerneltest.Buffer{r.y, r.dq, r.dk, r.dv} {
@@ -406,14 +409,14 @@ func TestAttentionRepeatsBits(t *testing.T) {
 	}
 }
 
-// attentionRun is one set of arrays to time.
+// attentionRun holds the launches and results of one set of arrays.
 type attentionRun struct {
 	forward, backward func()
 	y, dq, dk, dv     *kerneltest.Buffer
 }
 
-// fillTiles writes numbers of which each million is alike: drawing them all would take longer than
-// the tests.
+// fillTiles fills a buffer with copies of at most a million random numbers. Drawing them all would
+// take longer than the tests.
 func fillTiles(g *kerneltest.Rig, b *kerneltest.Buffer) {
 	tile, _ := g.Normal(min(b.N, 1<<20), b.Dtype, 0)
 	for i := 0; i < b.N; i += tile.N {

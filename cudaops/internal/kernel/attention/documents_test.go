@@ -16,7 +16,7 @@ import (
 	cpuattention "github.com/kasmina-go/kasmina/internal/cpu/attention"
 )
 
-// documents is the table of the case's documents on the GPU, null if it has none.
+// documents returns the table of the case's documents on the GPU, or null if it has none.
 func (c attentionCase) documents(g *kerneltest.Rig) gpu.Ptr {
 	if c.starts == nil {
 		return 0
@@ -36,8 +36,8 @@ func (c attentionCase) documents(g *kerneltest.Rig) gpu.Ptr {
 	return table.Ptr
 }
 
-// TestAttentionWindowsTable wants the table of a window to be that of the starts which it means, of
-// documents and of whole sequences.
+// TestAttentionWindowsTable checks that a window produces the same table as the starts it implies,
+// both with documents and for whole sequences.
 func TestAttentionWindowsTable(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	table := func(c attentionCase) []int32 {
@@ -68,8 +68,8 @@ func TestAttentionWindowsTable(t *testing.T) {
 	}
 }
 
-// packedReference is attention and its gradients by their definitions, of queries i that see the
-// keys from starts[i] to i.
+// packedReference computes attention and its gradients from their definitions, for queries i that
+// see keys starts[i] to i.
 func packedReference(y, normalizers, dq, dk, dv, dy, q, k, v []float64, starts []int32,
 	s cpuattention.Shape) {
 	queryWidth, keyWidth, dim := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim
@@ -124,8 +124,8 @@ func packedReference(y, normalizers, dq, dk, dv, dy, q, k, v []float64, starts [
 	}
 }
 
-// cuts are variants to divide sequences into documents: they give where the document of token i begins
-// if that of i-1 begins at last.
+// cuts returns functions that divide sequences into documents. Given the start of the document of
+// token i-1, they return the start of the document of token i.
 func cuts(r *rand.Rand) map[string]func(i int, last int32) int32 {
 	window := int32(1 + r.IntN(150))
 	return map[string]func(i int, last int32) int32{
@@ -134,12 +134,12 @@ func cuts(r *rand.Rand) map[string]func(i int, last int32) int32 {
 		"short":   at(func(int) bool { return r.IntN(5) == 0 }),
 		"long":    at(func(int) bool { return r.IntN(70) == 0 }),
 		"borders": at(func(i int) bool { return (i+1)%64 < 3 && r.IntN(2) == 0 }),
-		// Not documents, but what the definition gives for starts that grow otherwise.
+		// Not documents, but the kernels must handle any nondecreasing starts.
 		"window": func(i int, _ int32) int32 { return max(0, int32(i)-window) },
 	}
 }
 
-// at is such a variant: a document begins at every token of which cut says so.
+// at returns a function for cuts that starts a document wherever cut is true.
 func at(cut func(i int) bool) func(i int, last int32) int32 {
 	return func(i int, last int32) int32 {
 		if cut(i) {
@@ -149,7 +149,7 @@ func at(cut func(i int) bool) func(i int, last int32) int32 {
 	}
 }
 
-// startsOf cuts every sequence on its own.
+// startsOf returns the starts of all sequences, each divided independently.
 func startsOf(batch, seq int, cut func(i int, last int32) int32) []int32 {
 	starts := make([]int32, 0, batch*seq)
 	for range batch {
@@ -165,7 +165,7 @@ func startsOf(batch, seq int, cut func(i int, last int32) int32) []int32 {
 	return starts
 }
 
-// attentionDocumentCases are documents of every kind for every kernel.
+// attentionDocumentCases returns cases with documents of every kind for every kernel.
 func attentionDocumentCases(r *rand.Rand, short bool) map[string]attentionCase {
 	type family struct {
 		variant string
@@ -178,7 +178,7 @@ func attentionDocumentCases(r *rand.Rand, short bool) map[string]attentionCase {
 			family{v, kerneltest.F16, 96}, family{v, kerneltest.Bf16, 8})
 	}
 
-	// in kernels for 96, of which RoPE's turn back is none
+	// head dimensions smaller than the kernel's, which then does not undo RoPE
 	families = append(families, family{Hopper, kerneltest.F16, 8}, family{Hopper, kerneltest.Bf16, 80})
 	lengths := []int{1, 64, 130, 333, 1000}
 	if short {
@@ -212,7 +212,8 @@ func TestAttentionDocuments(t *testing.T) {
 	}
 }
 
-// The table says of starts, however wrong, what a scan over the queries finds.
+// TestAttentionDocumentsTable checks that the table matches a scan over the queries, even if the
+// starts are invalid.
 func TestAttentionDocumentsTable(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, seq := range []int{1, 31, 1024, 1025, 2500, 1, 63, 1023} {

@@ -11,24 +11,24 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// hopperShape is a Shape of attention_hopper.cu, or of the fused backward pass.
+// hopperShape mirrors a Shape of attention_hopper.cu or of the fused backward pass.
 type hopperShape struct{ workers, loop, turns, stages int }
 
-// hopperShapes are by the head dimension that they are made for.
+// hopperShapes holds the shapes of the forward kernels by their head dimension.
 var hopperShapes = map[int]hopperShape{
 	64:  {3, 128, 2, 3},
 	96:  {2, 128, 2, 3},
 	128: {2, 128, 2, 2},
 }
 
-// fusedShapes are those of attention_hopper_fused.cu and attention_hopper_fused64.cu.
+// fusedShapes holds the shapes of attention_hopper_fused.cu and attention_hopper_fused64.cu.
 var fusedShapes = map[int]hopperShape{
 	64:  {2, 64, 2, 4},
 	96:  {2, 64, 1, 4},
 	128: {2, 64, 1, 3},
 }
 
-// hopperDim is the head dimension of the kernels that take the shape's.
+// hopperDim returns the head dimension of the kernels that handle HeadDim.
 func (a Geometry) hopperDim() int {
 	switch {
 	case a.HeadDim <= 64:
@@ -39,16 +39,17 @@ func (a Geometry) hopperDim() int {
 	return 128
 }
 
-// shared is the shared memory of a block of the forward pass: its own tiles and results, the
+// shared returns the shared memory of a block of the forward pass: its own tiles and results, the
 // stages, and the barriers.
 func (h hopperShape) shared(dim int) int {
 	rows := (h.turns+1)*64*h.workers + 2*h.loop*h.stages
 	return 2*dim*rows + 32*h.stages + 16*h.turns
 }
 
-// sharedFused is the same for the fused backward pass. It has k and v, the stages with their
-// statistics, two ds, dq and the barriers, and with documents the last query of each key. At 64
-// there are three ds and two dq, and results have a place.
+// sharedFused returns the shared memory of a block of the fused backward pass: k and v, the stages
+// with their statistics, two tiles of ds, one of dq, and the barriers. With documents it adds the
+// last query of each key. The kernel for head dimension 64 has three tiles of ds, two of dq, and
+// room for results.
 func (h hopperShape) sharedFused(dim int, documents bool) int {
 	own := 64 * h.workers
 	if dim == 64 {
@@ -61,7 +62,7 @@ func (h hopperShape) sharedFused(dim int, documents bool) int {
 	return 4*dim*own + h.stages*(4*dim*h.loop+8*h.loop+16) + 4*own*h.loop + 4*dim*h.loop + 56
 }
 
-// launchHopper is the forward pass over some heads.
+// launchHopper enqueues the forward pass.
 func (c *call) launchHopper(heads, others int) {
 	dim := c.hopperDim()
 	h := hopperShapes[dim]
@@ -75,10 +76,12 @@ func (c *call) launchHopper(heads, others int) {
 	c.run("attention_hopper", fmt.Sprintf("attention_hopper_forward_%d", dim), l, args...)
 }
 
-// evenSection is section where, under a causal mask, the multiprocessor that is busy longest has
-// least to do. Of the numbers of heads from half of section to all of it, it is the one for which
-// the work ends first. Multiprocessors take it in turns, as workOf of attention_hopper.cuh says, or
-// on demand: whoever is done takes the next.
+// evenSection returns the number of heads that are worked on together, chosen to balance the load.
+// Under a causal mask tiles differ in length, so it tries the numbers from half of section's result
+// up to the full result, and picks the one that lets the busiest multiprocessor finish first.
+//
+// With inTurns, multiprocessors take work in the order of workOf in attention_hopper.cuh; otherwise
+// the next idle one takes it.
 func (c *call) evenSection(heads, tiles, others int, inTurns bool) int {
 	if c.Size > 0 {
 		return min(c.Size, heads)
@@ -105,17 +108,20 @@ func (c *call) evenSection(heads, tiles, others int, inTurns bool) int {
 	return best
 }
 
-// On demand, the last of more works than that for each multiprocessor hardly count.
+// worksToEven is the number of work items per multiprocessor above which imbalance hardly matters
+// when idle multiprocessors take the next item.
 const worksToEven = 256
 
-// evenSections are what evenSection found, which takes some 100 µs, for much work milliseconds.
+// evenSections caches the results of evenSection, which takes about 100 µs, or milliseconds for
+// large problems.
 var evenSections sync.Map
 
-// longest is how long the busiest multiprocessor works, in the order of schedule in attention.cuh.
-// The first tile of a head takes as long as there are tiles, and the last 1. The work around the
-// loop takes a half, where that matters.
+// longest returns how long the busiest multiprocessor works, in the order of schedule in
+// attention.cuh. The first tile of a head takes as many steps as there are tiles and the last one a
+// single step. When idle multiprocessors take the next item, the work outside the loop counts as
+// half a step.
 func longest(heads, tiles, section, sms int, inTurns bool) int {
-	busy := make([]int, sms) // in order on demand: the first is the first to be done
+	busy := make([]int, sms) // sorted if !inTurns: the first finishes first
 	for first, work := 0, 0; first < heads; first += section {
 		n := min(section, heads-first)
 		for i := range n * tiles {
@@ -139,7 +145,8 @@ func longest(heads, tiles, section, sms int, inTurns bool) int {
 	return slices.Max(busy)
 }
 
-// hopperArgs are the parameters and the descriptors of inputs: q, k and v, or with g behind them.
+// hopperArgs returns the parameters and the descriptors of the inputs: q, k, v and, for the
+// backward pass, g.
 func (c *call) hopperArgs(section int, inputs []kernel.Rows) []any {
 	args := []any{c.params(section)}
 	for i, rows := range inputs {
@@ -148,8 +155,8 @@ func (c *call) hopperArgs(section int, inputs []kernel.Rows) []any {
 	return args
 }
 
-// tensorMap describes rows of heads as the kernels copy them: 64 positions by 64 elements of one
-// head, where 64 divides the kernels' head dimension, or 32.
+// tensorMap returns the descriptor of rows of heads. The kernels copy boxes of 64 positions by 64
+// elements of one head, or by 32 elements if the kernel's head dimension is not a multiple of 64.
 func (c *call) tensorMap(r kernel.Rows, heads int) gpu.TensorMap {
 	row := uint64(r.Stride * c.dtype.Size())
 	columns := uint32(64)
@@ -166,8 +173,8 @@ func (c *call) tensorMap(r kernel.Rows, heads int) gpu.TensorMap {
 	})
 }
 
-// fusedParts is where the fused backward pass sums up dq in float32, behind the statistics, and the
-// n counters of its tiles, which begin at zero.
+// fusedParts returns where the fused backward pass accumulates dq in float32, after the statistics,
+// and the n counters of its tiles, which must start at zero.
 func (a Geometry) fusedParts(c *kernel.Carve) (dq, counters gpu.Ptr, n int) {
 	dim := a.hopperDim()
 	tile := fusedShapes[dim].loop
@@ -176,18 +183,19 @@ func (a Geometry) fusedParts(c *kernel.Carve) (dq, counters gpu.Ptr, n int) {
 	return c.Take(4 * dim * tile * tiles), c.Take(4 * (tiles + 1)), tiles + 1
 }
 
-// Counters is where the n counters of a backward pass of the family hopper are in its workspace.
+// Counters returns the n counters that a backward pass of the family Hopper has in its workspace.
 func (a Geometry) Counters(workspace gpu.Ptr) (counters gpu.Ptr, n int) {
 	_, counters, n = a.fusedParts(&kernel.Carve{At: workspace})
 	return counters, n
 }
 
-// fusedSection is how many heads the fused backward pass works on together at least. What few heads
-// read stays in the cache. But blocks that add to the same dq then run side by side and wait for
-// each other, which costs more. NOTES.md has the times.
+// fusedSection is the least number of heads that the fused backward pass works on together. The
+// inputs of fewer heads would stay in the cache, but blocks that add to the same dq would then run
+// at the same time and wait for each other, which costs more. NOTES.md has the timings.
 const fusedSection = 16
 
-// sectionOfFused is the section of the fused backward pass, whose blocks own tiles of keys.
+// sectionOfFused returns the number of heads per section of the fused backward pass, whose blocks
+// own tiles of keys.
 func (c *call) sectionOfFused(tiles int) int {
 	heads := c.Batch * c.KVHeads
 	least := min(fusedSection, heads)
@@ -197,12 +205,12 @@ func (c *call) sectionOfFused(tiles int) int {
 	return c.evenSection(heads, tiles, c.sharers(), false)
 }
 
-// sharers is how many times the keys' bytes the blocks of a head share. They share its q and g and,
-// in as many bytes again, the sums of its dq.
+// sharers returns how much data the blocks of a head share, as a multiple of its keys. They share
+// the head's q and g, and the dq accumulated in float32, which is as large as both together.
 func (c *call) sharers() int { return 2 * c.Heads / c.KVHeads }
 
-// launchFused runs the fused backward pass after the statistics; attention_hopper_fused.cu says how
-// the workspace goes on.
+// launchFused enqueues the fused backward pass, assuming that the statistics are in the workspace.
+// attention_hopper_fused.cuh describes the rest of the workspace.
 func (c *call) launchFused() {
 	dim := c.hopperDim()
 	h := fusedShapes[dim]
@@ -214,7 +222,7 @@ func (c *call) launchFused() {
 	l := kernel.Line(c.Info.SMs, 128*(h.workers+1))
 	l.Shared = h.sharedFused(dim, c.Documents != 0)
 	name := fmt.Sprintf("attention_hopper_backward_fused_%d", dim)
-	if dim == 64 { // whose kernel has a warpgroup more, which forms dq and finishes it
+	if dim == 64 { // this kernel has one more warpgroup, which computes dq and finishes it
 		l.Block.X += 128
 		c.run("attention_hopper_fused64", name, l, args...)
 		return

@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 )
 
-// The tables from which launches are made say the same as the kernels' sources.
+// TestAttentionShapesMatchSources checks that the launchers' shapes match the CUDA sources.
 func TestAttentionShapesMatchSources(t *testing.T) {
 	for pass, name := range []string{"Forward", "BackwardQ", "BackwardKV"} {
 		for _, dim := range []int{64, 128} {
@@ -41,8 +41,8 @@ func TestAttentionShapesMatchSources(t *testing.T) {
 	}
 }
 
-// Of the numbers of heads that fit in L2, the one is taken that leaves no multiprocessor much more
-// work than the others.
+// TestAttentionSections checks that evenSection picks a number of heads that fits in L2 and
+// balances the work of the multiprocessors.
 func TestAttentionSections(t *testing.T) {
 	for _, a := range []struct{ batch, heads, seq, dim int }{{32, 12, 1024, 64},
 		{16, 16, 2048, 128}, {4, 16, 8192, 128}, {1, 3, 100, 64}} {
@@ -56,7 +56,7 @@ func TestAttentionSections(t *testing.T) {
 			if n < 1 || n > limit || n < limit/2 || n != c.evenSection(heads, tiles, 1, inTurns) {
 				t.Errorf("%+v: %d heads, %d fit", a, n, limit)
 			}
-			around := 0 // what a work adds to the length of its loop
+			around := 0 // the work outside the loop, in halves of a step
 			if !inTurns {
 				around = 1
 			}
@@ -68,7 +68,8 @@ func TestAttentionSections(t *testing.T) {
 	}
 }
 
-// A fused backward pass of long sequences is also timed with other numbers of heads together.
+// TestAttentionSectionVariants checks which numbers of heads are offered as variants of the fused
+// backward pass.
 func TestAttentionSectionVariants(t *testing.T) {
 	k, _, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	for _, c := range []struct {
@@ -150,10 +151,8 @@ func TestAttentionPicksVariants(t *testing.T) {
 	}
 }
 
-// The workspace of the fused backward pass ends in the counters that it begins with at zero: the
-// statistics' kernel sets them.
-// TestAttentionHasStatistics wants a backward pass not to form what is there, and what is launched
-// to form it to do so as the pass does.
+// TestAttentionHasStatistics checks that a backward pass with HasStatistics skips the statistics
+// kernel, and that a separate Statistics launch is the same as the one it replaces.
 func TestAttentionHasStatistics(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	for _, dim := range []int{64, 96, 128} {
@@ -183,6 +182,8 @@ func TestAttentionHasStatistics(t *testing.T) {
 	}
 }
 
+// TestAttentionWorkspace checks that the counters are at the end of the fused backward pass's
+// workspace, and that the statistics kernel clears them all.
 func TestAttentionWorkspace(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	for _, x := range []struct{ seq, dim, tile int }{{1, 72, 64}, {64, 72, 64}, {100, 72, 64},
@@ -209,8 +210,8 @@ func TestAttentionWorkspace(t *testing.T) {
 	}
 }
 
-// The fused backward pass at head dimension 64 is one kernel after the statistics; the forward pass
-// is the same as without.
+// TestAttentionFused64 checks that for head dimension 64 the fused backward pass is one kernel
+// after the statistics, with and without documents.
 func TestAttentionFused64(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	for _, dim := range []int{40, 64} {
@@ -241,8 +242,8 @@ func TestAttentionFused64(t *testing.T) {
 	}
 }
 
-// With documents every kernel that reads keys or queries is the one of the same name that knows of
-// them, and takes their table last.
+// TestAttentionDocumentsLaunches checks that, with documents, every kernel that reads keys or
+// queries is replaced by the variant that takes the table of documents.
 func TestAttentionDocumentsLaunches(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	table := p.Offset(4096)
@@ -274,8 +275,8 @@ func TestAttentionDocumentsLaunches(t *testing.T) {
 	}
 }
 
-// TestAttentionTurnsBack wants the gradients turned back by the kernels that can, and by RoPE's
-// after those that cannot.
+// TestAttentionTurnsBack checks that RoPE kernels follow the backward pass only if its own kernels
+// can't undo the rotation.
 func TestAttentionTurnsBack(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	for _, dim := range []int{40, 64, 72, 96, 128, 136} {
@@ -306,8 +307,8 @@ func TestAttentionTurnsBack(t *testing.T) {
 	}
 }
 
-// The copy engine stores the fused backward pass's sums, which are poisoned right before that if
-// anything is.
+// TestAttentionPoisonsSums checks that, with gpu.Poison, the sums of the fused backward pass are
+// poisoned before the copy engine stores them.
 func TestAttentionPoisonsSums(t *testing.T) {
 	before := gpu.Poison
 	defer func() { gpu.Poison = before }()
@@ -327,7 +328,7 @@ func TestAttentionPoisonsSums(t *testing.T) {
 			return op.Call == "cuMemsetD8Async"
 		})
 		require.Equal(t, poison, filled >= 0, "launch %d of the fused pass, memset %d", fused, filled)
-		if poison { // the kernel finds both without rounding: FusedSums of attention_hopper_fused.cuh
+		if poison { // the kernel computes these offsets without alignment; see Sums in attention_hopper_fused.cuh
 			tile := fusedShapes[128].loop
 			sums := 4 * 128 * tile * a.Batch * a.Heads * kernel.CeilDiv(a.Seq, tile)
 			require.EqualValues(t, sums, trace[filled].Bytes)
@@ -337,14 +338,14 @@ func TestAttentionPoisonsSums(t *testing.T) {
 	}
 }
 
-// attend is the forward pass.
+// attend launches a forward pass.
 func attend(k *kernel.Set, s gpu.Stream, a Geometry, w kernel.Variant, y kernel.Rows, normalizers gpu.Ptr, q,
 	key, value kernel.Rows, t gpu.DType) error {
 	return k.Launch(s, Forward{Geometry: a, Y: y, Q: q, K: key, V: value, Normalizers: normalizers, Type: t,
 		Variant: w})
 }
 
-// attendBackward is the backward pass.
+// attendBackward launches a backward pass.
 func attendBackward(k *kernel.Set, s gpu.Stream, a Geometry, w kernel.Variant, dq, dk, dv kernel.Rows,
 	stats gpu.Ptr, g, q, key, value, y kernel.Rows, normalizers gpu.Ptr, t gpu.DType) error {
 	return k.Launch(s, Backward{Geometry: a, DQ: dq, DK: dk, DV: dv, G: g, Q: q, K: key, V: value,

@@ -1,9 +1,9 @@
-// Command build compiles the kernels' units with nvcc, as far as their sources have changed, and writes
-// the signatures of all kernels to signatures.txt. It then runs the tests that compare the arguments
-// of launches with these signatures.
+// Command build compiles units of kernels with nvcc if their sources have changed, and writes the
+// signatures of all kernels to signatures.txt. It then runs the tests that compare the arguments of
+// launches with these signatures.
 //
-// Build must run in the folder above the families', as go generate does. A unit finds headers in its
-// own folder, in hopper and in include.
+// It must run in the folder that contains the families' folders, as it does with go generate. A
+// unit's headers are in its own folder, in hopper, or in include.
 package main
 
 import (
@@ -26,8 +26,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/fatbin"
 )
 
-// targets cover Ampere, Ada, Hopper with its own instructions, and Blackwell; PTX of compute_80
-// runs on whatever else is at least an A100.
+// targets cover Ampere, Ada, Hopper including its specific instructions, and Blackwell. The PTX for
+// compute_80 runs on any other GPU since the A100.
 const targets = "sm_80,sm_89,sm_90a,sm_100,compute_80"
 
 var flags = []string{"-std=c++17", "-O3", "--compress-mode=size"}
@@ -87,10 +87,10 @@ func build(dir string) error {
 	return writeSignatures(dir, names)
 }
 
-// signatures is the file with the signatures of all kernels.
+// signatures is the name of the file with the signatures of all kernels.
 const signatures = "signatures.txt"
 
-// writeSignatures writes the signatures of the kernels in the binaries of units.
+// writeSignatures writes the signatures of the kernels in the binaries of the given units.
 func writeSignatures(dir string, units []string) error {
 	all := fatbin.Table{}
 	for _, name := range units {
@@ -113,7 +113,7 @@ func writeSignatures(dir string, units []string) error {
 	return os.WriteFile(filepath.Join(dir, signatures), text, 0o644)
 }
 
-// units lists the .cu files of the families' folders, without the extension.
+// units lists the .cu files in the families' folders, without the extension.
 func units(dir string) ([]string, error) {
 	paths, err := filepath.Glob(filepath.Join(dir, "*", "*.cu"))
 	for i, p := range paths {
@@ -123,10 +123,10 @@ func units(dir string) ([]string, error) {
 	return paths, err
 }
 
-// headers are the folders of headers that several families include.
+// headers lists the folders with headers that several families include.
 var headers = []string{"hopper", "include"}
 
-// read reads a source of a family, from its folder or one of the headers'.
+// read reads a source file of a family, from the family's folder or a folder of headers.
 func read(dir, family, name string) (text []byte, err error) {
 	for _, folder := range append([]string{family}, headers...) {
 		text, err = os.ReadFile(filepath.Join(dir, folder, name))
@@ -140,20 +140,20 @@ func read(dir, family, name string) (text []byte, err error) {
 var include = regexp.MustCompile(`(?m)^\s*#\s*include\s+"([^"]+)"`)
 
 var (
-	// Strings may hold what begins a comment, and a comment's last backslash joins the next line.
+	// Strings may contain //, and a backslash at the end of a comment continues it on the next
+	// line.
 	comment      = regexp.MustCompile(`(?m)^((?:"[^"\n]*"|[^"\n])*?)[ \t]*//(?:.*[^\\\n])?$`)
 	commentLines = regexp.MustCompile(`(?m)^[ \t]*//(?:.*[^\\\n])?\n`)
 )
 
-// code is a source without what does not matter: comments, and carriage returns, which git may put
-// there.
+// code returns a source without comments, and without the carriage returns that git may have added.
 func code(text []byte) []byte {
 	text = bytes.ReplaceAll(text, []byte("\r"), nil)
 	return comment.ReplaceAll(commentLines.ReplaceAll(text, nil), []byte("$1"))
 }
 
-// sourceHash is the SHA-256 of a unit's code, of that of all headers that it includes, and of how
-// it is compiled.
+// sourceHash returns the SHA-256 of a unit's code, the code of all headers it includes, and the
+// compiler's arguments.
 func sourceHash(dir, unit string) ([]byte, error) {
 	h := sha256.New()
 	fmt.Fprintln(h, targets, flags)
@@ -176,7 +176,7 @@ func sourceHash(dir, unit string) ([]byte, error) {
 	return h.Sum(nil), nil
 }
 
-// binaryHash is the hash that a unit's binary ends in, or nil when there is no binary.
+// binaryHash returns the hash at the end of a unit's binary, or nil without a binary.
 func binaryHash(dir, unit string) []byte {
 	b, err := os.ReadFile(filepath.Join(dir, unit+".fatbin"))
 	if err != nil || len(b) < sha256.Size {
@@ -185,8 +185,8 @@ func binaryHash(dir, unit string) []byte {
 	return b[len(b)-sha256.Size:]
 }
 
-// compiler is the path of nvcc, in CUDA_HOME or else in PATH. It must be that of CUDA 13.0, whose
-// drivers do not take the PTX of a later one.
+// compiler returns the path of nvcc, in CUDA_HOME or else in PATH. It must be from CUDA 13.0,
+// because drivers of that version reject the PTX of later ones.
 func compiler() (string, error) {
 	nvcc := "nvcc"
 	if home := os.Getenv("CUDA_HOME"); home != "" {
@@ -206,7 +206,7 @@ func compiler() (string, error) {
 		"==13.0.*, with CUDA_HOME for site-packages/nvidia/cu13", nvcc, err)
 }
 
-// compile writes a unit's binary, and its hash behind it.
+// compile writes a unit's binary, followed by its hash.
 func compile(dir, unit string, sum []byte) error {
 	nvcc, err := compiler()
 	if err != nil {

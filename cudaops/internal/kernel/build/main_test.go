@@ -27,8 +27,8 @@ func TestBinariesMatchSources(t *testing.T) {
 	require.Len(t, fatbins, len(names))
 }
 
-// TestSignaturesMatchBinaries checks that signatures.txt is what go generate would write, and that the
-// machine code for every architecture fits it.
+// TestSignaturesMatchBinaries checks that signatures.txt is up to date, and that the machine code
+// for every architecture fits it.
 func TestSignaturesMatchBinaries(t *testing.T) {
 	names, err := units("..")
 	require.NoError(t, err)
@@ -96,7 +96,8 @@ func TestHashCoversAllThatMatters(t *testing.T) {
 	}
 }
 
-// TestBuild wants what changed to be compiled, once, by the right compiler alone.
+// TestBuild checks that build compiles changed units only, only once, and only with the right
+// version of the compiler.
 func TestBuild(t *testing.T) {
 	if runtime.GOOS == "windows" {
 		t.Skip("the compiler here is a script for sh")
@@ -122,7 +123,7 @@ func TestBuild(t *testing.T) {
 	require.NoError(t, err)
 	compiled := filepath.Join(home, "compiled")
 	require.NoError(t, os.WriteFile(compiled, image[:len(image)-sha256.Size], 0o644))
-	compilerSays("13.0", `cp "`+compiled+`" "$3"`) // the file that -fatbin -o names
+	compilerSays("13.0", `cp "`+compiled+`" "$3"`) // the file named by -fatbin -o
 	require.NoError(t, build(dir))
 	text, err := os.ReadFile(filepath.Join(dir, signatures))
 	require.NoError(t, err)

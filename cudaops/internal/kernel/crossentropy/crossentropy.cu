@@ -1,19 +1,21 @@
-// Cross-entropy over the rows of logits [rows, v], with int targets; a row with a target below 0 does not count.
+// Cross-entropy over the rows of logits [rows, v], with integer targets. A row with a negative
+// target does not count.
 //
 //   m[r] = max_i x[r, i],  l[r] = Σ_i exp(x[r, i] − m[r])
 //   loss[r] = m[r] − x[r, target] + log l[r],  mean = Σ loss / count
 //   dx[r, i] = scale·(exp(x[r, i] − m[r])/l[r] − [i = target]),  scale = gradient of the mean / count
 //
-// The normalizer (m, l) of a row is two numbers because m + log l is not exact: at logits near 10⁶ it is off by up to 0.03, which
-// makes probabilities wrong by 3 %. l is relative to m as Shifted<T> forms exponentials.
+// The normalizer (m, l) of a row is two numbers because m + log l would be inexact: with logits
+// near 10⁶ it would be off by up to 0.03, and probabilities would be wrong by 3%. l is relative to
+// m as computed by Shifted<T>.
 //
-// classify does both, forward and in-place backward, for the rows that are there. So a model's head
-// can go through its logits a chunk of rows at a time. A block takes a row. Where the row fits, it
-// waits in shared memory for the second pass, so that memory is read and written once. Else the
-// second pass finds it in L2. A target of v or more makes its row's loss NaN.
+// classify computes the loss and the in-place gradient for the rows it is given, so that a model's
+// head can process its logits in chunks of rows. A block handles one row. If the row fits, it stays
+// in shared memory for the second pass, so that memory is read and written once. Otherwise the
+// second pass finds it in L2. A target of v or more makes the loss NaN.
 #include "rows.cuh"
 
-// gradient turns logits i, i+1, ... into their gradients.
+// gradient replaces the logits i, i+1, ... by their gradients.
 template <class T, int N>
 __device__ __forceinline__ void gradient(Pack<T, N>& p, int i, float2 normalizer, int64_t target, float scale) {
   Pack<T, N> logits = p;
@@ -43,7 +45,7 @@ template <class T> __device__ __forceinline__ Row rowOf(const T* row, int64_t ta
   return {target, target < 0 ? 0.0f : target < v ? toFloat(row[target]) : NAN};
 }
 
-// keep writes the row's loss, 0 for a row without target, and its normalizer.
+// keep writes the row's loss, which is 0 for a row without a target, and its normalizer.
 template <class T>
 __device__ __forceinline__ void keep(float* losses, float2* normalizers, const RowSum<T>& s, const Row& r) {
   if (threadIdx.x != 0) return;
@@ -52,9 +54,10 @@ __device__ __forceinline__ void keep(float* losses, float2* normalizers, const R
   if (normalizers) normalizers[blockIdx.x] = counts ? make_float2(s.max, s.sum) : make_float2(0, 1);
 }
 
-// Launch from here on: a block a row. normalizers and grad may be null. The gradient is scaled by scale[0]·(grad ? grad[0] : 1).
+// The launches below use one block per row. normalizers and grad may be null. The gradient is
+// scaled by scale[0]·(grad ? grad[0] : 1).
 
-// The forward pass alone.
+// The forward pass only.
 template <class T>
 __device__ __forceinline__ RowSum<T> classifyForward(const T* row, float* losses, float2* normalizers, const Row& r, int v) {
   RowSum<T> s;
@@ -81,8 +84,9 @@ __device__ __forceinline__ void classify(T* logits, float* losses, float2* norma
   });
 }
 
-// classify for rows that are aligned to 16 bytes. Dynamic shared memory: a row. Each thread copies what it will itself read, in
-// kParts portions, the first of which it works on while the others are on their way. The row's target arrives meanwhile too.
+// classify for rows that are aligned to 16 bytes. Dynamic shared memory: a row. Each thread copies
+// the elements that it will read itself, in kParts portions, and processes the first portion while
+// the rest is in flight. The row's target is loaded at the same time.
 template <class T>
 __device__ __forceinline__ void classifyShared(T* logits, float* losses, float2* normalizers, const int64_t* targets,
                                                const float* scale, const float* grad, int v) {
@@ -126,7 +130,7 @@ __device__ __forceinline__ void classifyShared(T* logits, float* losses, float2*
   }
 }
 
-// The backward pass alone, from the normalizers. out may be logits.
+// The backward pass only, from the normalizers. out may be logits.
 template <class T>
 __device__ __forceinline__ void classifyBackward(T* out, const T* logits, const float2* normalizers, const int64_t* targets,
                                                  const float* scale, const float* grad, int v) {
@@ -167,7 +171,8 @@ __device__ __forceinline__ void classifyBackward(T* out, const T* logits, const 
   }
 FOR_STORAGE_TYPES(DEFINE)
 
-// The block's sum of f(r), each thread's rows in their order. A thread has sixteen loads under way: one block hides no latency otherwise.
+// sumRows returns the block's sum of f(r), with each thread adding its rows in order. A thread has
+// sixteen loads in flight, since a single block could not hide the latency otherwise.
 template <class F> __device__ __forceinline__ float sumRows(int64_t rows, F f) {
   constexpr int kBatch = 16;
   float sum = 0;
@@ -181,7 +186,8 @@ template <class F> __device__ __forceinline__ float sumRows(int64_t rows, F f) {
   return blockReduce<Sum>(sum);
 }
 
-// scale[0] = 1 / number of targets of at least 0: whole numbers, exact below 2²⁴ a thread. Launch: one block.
+// scale[0] = 1 / number of targets that are not negative. The counts are whole numbers, exact below
+// 2²⁴ per thread. Launch: one block.
 extern "C" __global__ void __launch_bounds__(kThreads)
     cross_entropy_scale(float* scale, const int64_t* targets, int64_t rows) {
   float count = sumRows(rows, [&](int64_t r) { return targets[r] >= 0 ? 1.0f : 0.0f; });

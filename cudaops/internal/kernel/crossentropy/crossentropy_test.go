@@ -24,8 +24,8 @@ func TestCrossEntropy(t *testing.T) {
 				logits, xr := g.Upload(x, dt, i%2)
 				ids := g.Classes(rows, v)
 				targets := g.UploadInts(ids)
-				// As under loss scaling: float16 has no numbers for a share of 1/50304 of a mean's
-				// gradient.
+				// As with loss scaling: float16 could not represent 1/50304 of the gradient of a
+				// mean.
 				grad, gr := g.Upload([]float64{1024 * (1 + g.Rand.Float64())}, kerneltest.F32, 0)
 				losses := g.Alloc(rows, kerneltest.F32, 0)
 				normalizers := g.Alloc(2*rows, kerneltest.F32, 0)
@@ -47,7 +47,7 @@ func TestCrossEntropy(t *testing.T) {
 				g.Must(g.Launch(g.Stream, Mean{Mean: mean.Ptr, Losses: losses.Ptr, Scale: scale.Ptr,
 					Rows: rows}))
 				g.Near("normalizers", normalizers, wantNormalizers, 1e-5)
-				if v > 1 { // a small difference of large numbers where the target is the likeliest
+				if v > 1 { // a small difference of large numbers if the target is the likeliest class
 					g.Near("mean", mean, []float64{wantMean}, 1e-5)
 				}
 
@@ -58,7 +58,7 @@ func TestCrossEntropy(t *testing.T) {
 				}
 				check := func(what string, b *kerneltest.Buffer) {
 					g.Helper()
-					if v > 1 { // else the gradient is zero but for rounding
+					if v > 1 { // otherwise the gradient is zero except for rounding
 						g.Near(what, b, want, kerneltest.Backward(dt))
 					}
 				}
@@ -74,14 +74,14 @@ func TestCrossEntropy(t *testing.T) {
 	}
 }
 
-// TestCrossEntropyShift wants the losses and gradients of logits that are all alike, whatever they
-// are, to be those of zeros.
+// TestCrossEntropyShift checks that if all logits of a row are equal, the losses and gradients
+// don't depend on their size.
 func TestCrossEntropyShift(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, v := range []int{2, 1000, 5001} {
 		for _, dt := range kerneltest.StorageTypes {
 			sizes := []float64{0, 100, -1e4, 5e4, 1e5, 1e6, -1e7, 1e8}
-			if dt == kerneltest.F16 { // which has no larger numbers
+			if dt == kerneltest.F16 { // beyond float16
 				sizes = sizes[:4]
 			}
 			rows := len(sizes)
@@ -135,8 +135,8 @@ func TestCrossEntropyExtremes(t *testing.T) {
 	}
 }
 
-// TestCrossEntropyRows wants the number of targets and the sum of losses to be those of all rows.
-// There are also more than a block takes at a time.
+// TestCrossEntropyRows checks the number of targets and the sum of losses, including for more rows
+// than a block takes at a time.
 func TestCrossEntropyRows(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, rows := range []int{1, 511, 513, 8191, 8193, 16384, 20011} {

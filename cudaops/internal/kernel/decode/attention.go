@@ -1,5 +1,5 @@
-// Package decode computes what a single token takes that is decoded behind others: attention to
-// what was kept of these, and products of one row.
+// Package decode has the kernels that decode one token at a time: attention to a cache of earlier
+// keys and values, and matrix products with a single row.
 package decode
 
 import (
@@ -9,42 +9,45 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Attention is that of the token at Position, one int64 below Capacity, to the tokens before it and
-// itself. Keys and Values [Capacity, KVHeads·HeadDim] have what those before it left there, and get
-// its own, K and V:
+// Attention attends from the token at Position, an int64 less than Capacity, to itself and the
+// tokens before it. Keys and Values, [Capacity, KVHeads·HeadDim], are the cache. The launch first
+// stores the token's own key K and value V in it:
 //
-//	Keys[p] = turned(K),  Values[p] = V,  Y = softmax(Scale·turned(Q)·Keysᵀ)·Values
+//	Keys[p] = rotate(K),  Values[p] = V,  Y = softmax(Scale·rotate(Q)·Keysᵀ)·Values
 //
-// for every query head h, which reads key-value head h/(Heads/KVHeads), over the positions up to p,
-// or the last Window of them. What is turned has RoPE's rotation by tables [Capacity, HeadDim/2],
-// or nothing where these are null.
+// The softmax covers positions up to p, or only the last Window of those. Query head h reads
+// key-value head h/(Heads/KVHeads).
+//
+// rotate applies RoPE with the tables Cos and Sin, [Capacity, HeadDim/2]. If these are null, it is
+// the identity.
 type Attention struct {
 	Geometry
 	Y, Q, K, V, Keys, Values gpu.Ptr
-	Cos, Sin                 gpu.Ptr // float32
+	Cos, Sin                 gpu.Ptr // float32; null without RoPE
 	Position                 gpu.Ptr
-	Parts                    gpu.Ptr // workspace, of PartsBytes
-	Arrived                  gpu.Ptr // Counters of uint32, zero before and after
+	Parts                    gpu.Ptr // workspace of PartsBytes
+	Arrived                  gpu.Ptr // Counters elements of uint32, zero before and after a launch
 	Type                     gpu.DType
 }
 
-// Geometry is the sizes of an Attention.
+// Geometry holds the sizes and the scale of an Attention.
 type Geometry struct {
 	Heads, KVHeads, HeadDim, Capacity int
-	Window                            int     // 0 for all
-	Scale                             float64 // of the scores
+	Window                            int     // keys visible to the token, including its own; 0 means all
+	Scale                             float64 // applied to the scores
 }
 
-// Those of decode_attention.cu.
+// These constants must match decode_attention.cu.
 const (
 	threads   = 256
 	elements  = 8
 	leastKeys = 64
-	most      = 64 // slices
+	most      = 64 // limit on slices
 	mostDim   = 32 * elements
 )
 
-// together is how many heads that share a key-value head a block works on.
+// together returns the number of query heads that a block computes at once. They share a key-value
+// head.
 func (g Geometry) together() int {
 	if g.Heads/g.KVHeads > 4 {
 		return 8
@@ -52,24 +55,25 @@ func (g Geometry) together() int {
 	return 4
 }
 
-// blocks is how many groups of heads a key-value head has.
+// blocks returns the number of groups into which the query heads of a key-value head are divided.
 func (g Geometry) blocks() int { return kernel.CeilDiv(g.Heads/g.KVHeads, g.together()) }
 
-// slices is into how many parts positions are divided at most: as many as keep a GPU busy.
+// slices returns the largest number of slices into which the positions are divided. It is just
+// large enough to keep the GPU busy.
 func (g Geometry) slices(d gpu.DeviceInfo) int {
 	return max(1, min(most, kernel.CeilDiv(g.Capacity, leastKeys),
 		kernel.CeilDiv(2*max(1, d.SMs), g.KVHeads*g.blocks())))
 }
 
-// PartsBytes is the size of Parts.
+// PartsBytes returns the size of Parts in bytes.
 func (g Geometry) PartsBytes(d gpu.DeviceInfo) int {
 	return 4 * g.Heads * g.slices(d) * (g.HeadDim + 2)
 }
 
-// Counters is the number of elements of Arrived.
+// Counters returns the number of elements of Arrived.
 func (g Geometry) Counters() int { return g.KVHeads * g.blocks() }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (a Attention) Launch(q *kernel.Queue) {
 	if a.HeadDim > mostDim {
 		q.Err = fmt.Errorf("kernels.DecodeAttention: heads of %d features, want at most %d",

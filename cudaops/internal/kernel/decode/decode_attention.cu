@@ -1,37 +1,40 @@
-// Attention of one row, that of the token at a position, to the keys and values of those before it, which are kept:
+// Attention from a single token to itself and the cached keys and values of the tokens before it:
 //
-//   keys[position] = turned(k),   values[position] = v
-//   y = Σ_j p[j]·values[j],   p = softmax_j(scale · turned(q)·keys[j]),   position − window < j ≤ position
+//   keys[position] = rotate(k),   values[position] = v
+//   y = Σ_j p[j]·values[j],   p = softmax_j(scale · rotate(q)·keys[j]),   position − window < j ≤ position
 //
-// for every query head; query head h reads key-value head h/(heads/kvHeads). turned is RoPE's rotation by the position, or
-// nothing.
+// Query head h reads key-value head h/(heads/kvHeads). rotate applies RoPE for the given position,
+// or is the identity without tables.
 //
-// A block works on a slice of the positions for up to G query heads of one key-value head, whose
-// keys are then read once. L lanes share a key, each with kElements of its features. So a warp has
-// 32/L keys at a time, each with a softmax of its own; these are merged at the end. The block of a
-// head that comes last merges the slices, in their order: the bits repeat. How many slices there
-// are depends on the position alone. So one launch that was captured serves all positions.
+// A block handles one slice of the positions for up to G query heads that share a key-value head,
+// so it reads each key only once. L lanes share a key, and each lane holds kElements of its
+// features. A warp therefore handles 32/L keys at a time. Each group of L lanes runs its own
+// softmax; these are merged at the end.
+//
+// The last block of a head to finish merges the slices in a fixed order, so results are bitwise
+// reproducible. The number of slices depends only on the position, which the kernel reads from
+// memory. A single captured launch can therefore be replayed for every position.
 #include "common.cuh"
 #include "overlap.cuh"
 
 constexpr int kThreads = 256, kElements = 8, kTogether = 2;
-constexpr int kLeastKeys = 64;  // of a slice
+constexpr int kLeastKeys = 64;  // per slice
 constexpr int kMostSlices = 64;
 constexpr float kLog2E = 1.4426950408889634f;
 
 struct Args {
   const void *q, *k, *v;  // [heads·dim], [kvHeads·dim]
   void *y, *keys, *values;  // [heads·dim], [capacity, kvHeads·dim]
-  const float *cosines, *sines;  // [capacity, dim/2]; null for no rotation
+  const float *cosines, *sines;  // [capacity, dim/2]; null without RoPE
   const int64_t* position;
   float* parts;  // [heads, slices, dim + 2]: maximum, sum, weighted values
   unsigned* arrived;  // [gridDim.z, kvHeads], zero before and after
   int heads, kvHeads, dim, capacity, window, slices;
   float scale;
-  int packed;  // rows of heads are multiples of 16 bytes
+  int packed;  // whether rows can be read 16 bytes at a time
 };
 
-// features returns those of a lane in a head's row, zeros behind its end.
+// features returns the lane's features of a head's row, with zeros past the end of the row.
 template <class T> __device__ __forceinline__ Pack<T, kElements> features(const T* row, int at, int dim, bool packed) {
   Pack<T, kElements> r;
   if (packed && at < dim) return load<kElements>(row + at);
@@ -40,7 +43,7 @@ template <class T> __device__ __forceinline__ Pack<T, kElements> features(const 
   return r;
 }
 
-// turned is feature i of a head's row, turned by the angles of a position.
+// turned returns feature i of a head's row after the rotation for the token's position.
 template <class T> __device__ __forceinline__ float turned(const T* row, int i, int dim, const float* cosines, const float* sines) {
   if (!cosines) return toFloat(row[i]);
   const int half = dim / 2;
@@ -50,7 +53,8 @@ template <class T> __device__ __forceinline__ float turned(const T* row, int i, 
   return toFloat(row[i]) * cosines[angle] + other * (second ? sines[angle] : -sines[angle]);
 }
 
-// Softmax is one that grows by keys: Σ = weighted / sum, of scores relative to the maximum, in powers of two.
+// Softmax accumulates a softmax one key at a time. weighted / sum is the result; both are relative
+// to the maximum score, in powers of two.
 struct Softmax {
   float maximum, sum, weighted[kElements];
   __device__ __forceinline__ Softmax() : maximum(-INFINITY), sum(0) {
@@ -63,7 +67,7 @@ struct Softmax {
 #pragma unroll
     for (int i = 0; i < kElements; i++) weighted[i] = weighted[i] * keep + p * value.get(i);
   }
-  // merge takes in that of the lane whose number differs by a power of two.
+  // merge combines this lane's softmax with the one in lane ^ apart.
   __device__ __forceinline__ void merge(int apart) {
     const float theirs = __shfl_xor_sync(kAllLanes, maximum, apart), m = fmaxf(maximum, theirs);
     const float keep = share(maximum, m), take = share(theirs, m);
@@ -72,20 +76,22 @@ struct Softmax {
     for (int i = 0; i < kElements; i++)
       weighted[i] = weighted[i] * keep + __shfl_xor_sync(kAllLanes, weighted[i], apart) * take;
   }
-  // share is the factor of what has one maximum where another, not less, is that of all; nothing was added to −∞.
+  // share returns the factor that rescales sums from the maximum `own` to the larger maximum `all`.
+  // An empty softmax, with a maximum of −∞, contributes nothing.
   __device__ static __forceinline__ float share(float own, float all) { return own == -INFINITY ? 0.0f : exp2f(own - all); }
 };
 
-// slicesOf is how many slices of how many keys there are of n.
+// slicesOf returns the number of slices for n positions and stores the number of keys per slice in
+// *keys.
 __device__ __forceinline__ int slicesOf(int n, int most, int* keys) {
   *keys = max(kLeastKeys, (n + most - 1) / most);
   return (n + *keys - 1) / *keys;
 }
 
-// Launch: kThreads threads, [slices, kvHeads, heads/kvHeads/G rounded up] blocks.
+// Launch: kThreads threads, [slices, kvHeads, ⌈heads/kvHeads/G⌉] blocks.
 template <class T, int L, int G> __device__ __forceinline__ void attend(const Args& a) {
   constexpr int workers = kThreads / L, warps = kThreads / kWarp;
-  constexpr int round = G * L > 128 ? 4 : G;  // heads that are merged at once
+  constexpr int round = G * L > 128 ? 4 : G;  // heads merged at once
   __shared__ float merged[round][warps][L * kElements + 2], shares[G][kMostSlices], sums[G];
   __shared__ bool last;
   const int dim = a.dim, width = a.kvHeads * dim, group = a.heads / a.kvHeads, kv = blockIdx.y;
@@ -93,7 +99,7 @@ template <class T, int L, int G> __device__ __forceinline__ void attend(const Ar
   awaitPrevious();
   releaseNext();
   const int64_t position = *a.position;
-  if (position < 0 || position >= a.capacity) return;  // the host refuses it
+  if (position < 0 || position >= a.capacity) return;  // the host rejects such positions
   const int from = a.window > 0 ? max(0, int(position) + 1 - a.window) : 0, n = int(position) + 1 - from;
   int keys;
   const int slices = slicesOf(n, a.slices, &keys), slice = blockIdx.x;
@@ -186,7 +192,7 @@ template <class T, int L, int G> __device__ __forceinline__ void attend(const Ar
   __syncthreads();
   if (!last) return;
   __threadfence();
-  // Warp g finds what the slices of head g count for.
+  // Warp g computes the weights of the slices of head g.
   if (warp < here) {
     const float* of = a.parts + int64_t(first + warp) * a.slices * part;
     float m = -INFINITY, sum = 0;

@@ -1,17 +1,20 @@
-// Products of one row, which reading the weights bounds:
+// Matrix products with a single row. Reading the weights is the bottleneck.
 //
-//   y[n] = Σ_k x[k]·w[n, k] + c[n]                      product
-//   h[n] = gate(Σ_k x[k]·w[n, k]) · Σ_k x[k]·w[f+n, k]    gated: silu, or GELU by tanh; w has gate and up, f rows each
+//   y[n] = Σ_k x[k]·w[n, k] + c[n]                       product
+//   h[n] = gate(Σ_k x[k]·w[n, k]) · Σ_k x[k]·w[f+n, k]    gated
 //
-// A warp has a row of w, or one of each half, and kDeep loads of 16 bytes of a lane under way at once. Sums are float32, in an
-// order that the shape alone decides.
+// The gate is SiLU or the tanh approximation of GELU; the first f rows of w are the gate and the
+// next f rows the up projection.
+//
+// Each warp computes one row of w, or one row from each half, with kDeep 16-byte loads per lane in
+// flight. Sums are float32, and their order depends only on the shape.
 #include "common.cuh"
 #include "gate.cuh"
 #include "overlap.cuh"
 
 constexpr int kWarps = 4, kDeep = 8;
 
-// Rows is kDeep accesses of this lane under way, of R rows of w that are apart elements from each other.
+// Rows holds kDeep loads of this lane in flight, for R rows of w that are `apart` elements apart.
 template <class T, int R, int N> struct Rows {
   static constexpr int kStep = kWarp * N, kEach = kDeep / R;
   Pack<T, N> row[R][kEach];
@@ -37,8 +40,9 @@ template <class T, int R, int N> struct Rows {
   }
 };
 
-// sums gives every lane the products of x with R rows of w, N elements an access. If steady, w was there before the kernel
-// ahead of this one began, and the first loads do not wait for its end.
+// sums gives every lane the products of x with R rows of w, reading N elements at a time. If steady
+// is set, w was complete before the preceding kernel began, and the first loads don't wait for that
+// kernel to end.
 template <int R, int N, class T>
 __device__ __forceinline__ void sums(float (&sum)[R], const T* x, const T* w, int64_t apart, int depth, bool steady) {
   using Loads = Rows<T, R, N>;
@@ -48,7 +52,7 @@ __device__ __forceinline__ void sums(float (&sum)[R], const T* x, const T* w, in
   const bool ahead = steady && at + all - step < depth;
   if (ahead) rows.load(w + at, apart);
   awaitPrevious();
-  releaseNext();  // so what a kernel finds at its beginning, all but the one ahead of it has finished
+  releaseNext();  // after the wait, so every kernel but the preceding one has finished when the next one starts
   if (ahead) {
     rows.add(sum, x + at);
     at += all;
@@ -72,7 +76,8 @@ __device__ __forceinline__ void sums(float (&sum)[R], const T* x, const T* w, in
 
 __device__ __forceinline__ int rowOf() { return blockIdx.x * kWarps + threadIdx.x / kWarp; }
 
-// c may be null, and y may be c. Launch: kWarps warps, a warp for each of n rows of w.
+// c may be null, and y may be c. Launch: kWarps warps per block, one warp for each of the n rows of
+// w.
 template <class T, int N> __device__ __forceinline__ void product(T* y, const T* x, const T* w, const T* c, int n, int depth, bool steady) {
   const int r = rowOf();
   if (r >= n) return;

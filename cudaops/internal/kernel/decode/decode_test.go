@@ -15,8 +15,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// TestAttention wants one token after the other to give what attention over all of them gives. Keys
-// and values of others are left alone.
+// TestAttention checks that decoding one token after another gives the same outputs as attention
+// over the whole sequence, and that a launch does not change the cached keys and values of other
+// positions.
 func TestAttention(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, c := range []struct{ heads, kvHeads, dim, tokens, window int }{
@@ -39,7 +40,8 @@ func TestAttention(t *testing.T) {
 	}
 }
 
-// decodeAll decodes the last tokens of a text, whose keys and values before are given.
+// decodeAll decodes the last tokens of a sequence, starting from a cache filled with the earlier
+// keys and values.
 func decodeAll(g *kerneltest.Rig, s Geometry, tokens int, dt gpu.DType, turned bool) {
 	qd, kd, half := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim/2
 	q, qr := g.Normal(tokens*qd, dt, 0)
@@ -106,8 +108,8 @@ func decodeAll(g *kerneltest.Rig, s Geometry, tokens int, dt gpu.DType, turned b
 	}
 }
 
-// cancelled is how much smaller a mean of values is than they are, and at least 1. Rounding errors
-// are in proportion to the values, also where these cancel.
+// cancelled returns the RMS of values divided by the RMS of their mean, but at least 1. Rounding
+// errors are proportional to the values even where the values cancel.
 func cancelled(values, mean []float64) float64 {
 	rms := func(x []float64) float64 {
 		sum := 0.0
@@ -119,7 +121,7 @@ func cancelled(values, mean []float64) float64 {
 	return max(1, rms(values)/rms(mean))
 }
 
-// TestProducts compares products and gates of one row with sums in float64.
+// TestProducts compares products and gated products of one row with sums in float64.
 func TestProducts(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, c := range []struct{ rows, depth int }{{1, 1}, {5, 3}, {9, 64}, {130, 1000}, {513, 2048},
@@ -127,7 +129,7 @@ func TestProducts(t *testing.T) {
 		for _, dt := range kerneltest.StorageTypes {
 			g.Scope(fmt.Sprintf("%+v/%v", c, dt), func(g *kerneltest.Rig) {
 				x, xr := g.Normal(c.depth, dt, i%2)
-				// Sums are near 1, so that no gate of two of them goes beyond float16.
+				// Keep the sums near 1, so that no gated product overflows float16.
 				w, wr := g.Upload(scaled(g.Rand, 2*c.rows*c.depth, c.depth), dt, 0)
 				add, ar := g.Normal(c.rows, dt, 0)
 				y, h := g.Alloc(c.rows, dt, 0), g.Alloc(c.rows, dt, 1)
@@ -163,10 +165,11 @@ func TestProducts(t *testing.T) {
 	}
 }
 
-// TestLost allows for what float16 loses of tiny numbers, and for little more.
+// TestLost checks that Lost covers the rounding error of tiny float16 numbers without being too
+// generous.
 func TestLost(t *testing.T) {
 	r := rand.New(rand.NewPCG(randtest.Seed(t), 0))
-	for _, squares := range []int{1, 1e10, 1e16} { // of which numbers have the inverse
+	for _, squares := range []int{1, 1e10, 1e16} { // factors that make the numbers small
 		x := scaled(r, 999, squares)
 		got := kerneltest.Decode(kerneltest.Encode(x, kerneltest.F16), kerneltest.F16)
 		d, lost := kerneltest.Distance(got, x), kerneltest.Lost(x, kerneltest.F16)
@@ -182,7 +185,7 @@ func TestFiguresMatchSources(t *testing.T) {
 	kerneltest.MatchSource(t, "decode_product.cu", fmt.Sprintf("kWarps = %d,", warps))
 }
 
-// scaled returns n numbers of the normal distribution, divided by the root of the depth.
+// scaled returns n normally distributed numbers, divided by the square root of depth.
 func scaled(r *rand.Rand, n, depth int) []float64 {
 	x := make([]float64, n)
 	for i := range x {

@@ -5,35 +5,36 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Product is Y = X·Wᵀ + C of one row X [D], for W [Columns, D] and C [Columns], which may be null,
-// or Y.
+// Product computes Y = X·Wᵀ + C for a single row X [D], with W [Columns, D] and C [Columns]. C may
+// be null, and it may be Y.
 type Product struct {
 	Y, X, W, C gpu.Ptr
 	Columns, D int
-	Steady     bool // W was there before the launch ahead of this one
+	Steady     bool // W was complete before the preceding launch began
 	Type       gpu.DType
 }
 
-// Gated is H = gate(X·Gateᵀ) ⊙ X·Upᵀ of one row X [D], for W [2·F, D], which has Gate and below it
-// Up. The gate is SiLU, or with GELU that by tanh.
+// Gated computes H = gate(X·Gateᵀ) ⊙ X·Upᵀ for a single row X [D]. W, [2·F, D], holds the rows of
+// Gate followed by the rows of Up. The gate is SiLU or, if GELU is set, the tanh approximation of
+// GELU.
 type Gated struct {
 	H, X, W gpu.Ptr
 	F, D    int
 	GELU    bool
-	Steady  bool // as in Product
+	Steady  bool // see Product
 	Type    gpu.DType
 }
 
-// warps is kWarps of decode_product.cu.
+// warps must match kWarps in decode_product.cu.
 const warps = 4
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (a Product) Launch(q *kernel.Queue) {
 	launch(q, "decode_product", a.Columns, a.D, a.Type, a.X, a.W, a.Y, a.X, a.W, a.C,
 		a.Columns, a.D, a.Steady)
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (a Gated) Launch(q *kernel.Queue) {
 	launch(q, "decode_gated", a.F, a.D, a.Type, a.X, a.W, a.H, a.X, a.W, a.F, a.D, a.GELU,
 		a.Steady)

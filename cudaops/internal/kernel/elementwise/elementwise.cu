@@ -1,17 +1,17 @@
-// Elementwise arithmetic.
+// Elementwise arithmetic:
 //
-//   unary:  y = f(a, p), p one number for all     binary:  y = f(a, b)     cast:  y = a in y's type
+//   unary:  y = f(a, p), where p is a number     binary:  y = f(a, b)     cast:  y = a in y's type
 //   axpby:  y = alpha·x + beta·y
 //
-// An operand of binary is indexed as operand[(i / repeat) % period]. That is all of it (repeat 1,
-// period n), or one number for all (period 1). It is a row for every row (period columns), or a
-// column for every column (repeat columns, period rows).
+// An operand of binary is indexed as operand[(i / repeat) % period]. This covers a whole array
+// (repeat 1, period n), a scalar (period 1), a row that applies to every row (period columns), and
+// a column that applies to every column (repeat columns, period rows).
 //
-// Launch: blocks of 256 threads, each thread with kUnroll accesses of 16 bytes that lie a block's
-// width apart. So a warp's access is contiguous and several are in flight; binary functions have
-// one of each operand. A block works element by element where a pointer is not a multiple of 16
-// bytes, and at the ragged end. It does so for functions that training does not wait for. A row for
-// every row has kernels of its own.
+// Launch: blocks of 256 threads. Each thread has kUnroll accesses of 16 bytes that are a block's
+// width apart, so that a warp's access is contiguous and several are in flight; binary functions
+// have one access per operand. A block works element by element if a pointer is not a multiple of
+// 16 bytes, at the ragged end, and for functions that training does not wait for. Separate kernels
+// handle a row that applies to every row.
 #include "common.cuh"
 
 // F(name, formula), in the order of the host's UnaryOp. The first list is compiled for speed, the second for size.
@@ -71,8 +71,9 @@ enum Binary { FAST_BINARY(NAME) SMALL_BINARY(NAME) };
 
 __device__ __forceinline__ float sigmoid(float a) { return 1.0f / (1.0f + expf(-a)); }
 
-// GELU in its approximation by tanh is a·σ(z) with z = k·a·(1 + c·a²), k = 2√(2/π). From |a| = 10 on σ(z) is 0 or 1 and does
-// not change, so that a may be bounded in what is multiplied by 0: 0·∞ would be NaN.
+// The tanh approximation of GELU is a·σ(z) with z = k·a·(1 + c·a²), k = 2√(2/π). From |a| = 10 on,
+// σ(z) is 0 or 1 and does not change. The factor of σ may therefore be bounded, which avoids NaN
+// from 0·∞.
 constexpr float kGELUScale = 1.595769121605731f, kGELUCubic = 0.044715f;
 __device__ __forceinline__ float geluBounded(float a) { return fminf(fmaxf(a, -100.0f), 100.0f); }
 __device__ __forceinline__ float geluExponent(float a) {
@@ -99,8 +100,8 @@ __device__ __forceinline__ float binary(int op, float a, float b) {
 
 constexpr int kThreads = 256, kUnroll = 2;
 
-// mapPacks calls read for each of the thread's packs of N elements and then write(i, what was
-// read). It does so if the block's span lies within the n elements, and returns false otherwise.
+// mapPacks calls read for each of the thread's packs of N elements, and then write(i, result). It
+// returns false without doing anything if the block's span exceeds the n elements.
 template <int N, int unroll = kUnroll, class Read, class Write>
 __device__ __forceinline__ bool mapPacks(int64_t n, Read read, Write write) {
   constexpr int64_t span = int64_t(unroll) * kThreads * N;
@@ -114,7 +115,7 @@ __device__ __forceinline__ bool mapPacks(int64_t n, Read read, Write write) {
   return true;
 }
 
-// mapElements calls f for each element of the block's span that lies within the n.
+// mapElements calls f for each of the n elements in the block's span.
 template <int N, int unroll = kUnroll, class F> __device__ __forceinline__ void mapElements(int64_t n, F f) {
   constexpr int64_t span = int64_t(unroll) * kThreads * N;
   int64_t end = min(n, (blockIdx.x + 1) * span);
@@ -155,12 +156,12 @@ FOR_STORAGE_TYPES(DEFINE)
 
 // ---- binary ----
 
-// Operand says which of its elements belongs to element i.
+// Operand maps element i of the result to an element of the operand.
 template <class T> struct Operand {
   const T* p;
   int64_t repeat, period;
 
-  // Divisions are what this costs, above all in 64 bits.
+  // The cost of indexing is mostly the divisions, especially 64-bit ones.
   __device__ __forceinline__ int64_t at(int64_t i, int64_t n) const {
     if (period == 1) return 0;
     if (n < (int64_t(1) << 31)) {
@@ -169,7 +170,8 @@ template <class T> struct Operand {
     }
     return i / repeat % period;
   }
-  // packs reports whether N elements belong to N in a row, aligned, or to one; the same for all threads.
+  // packs reports whether N elements of the result use N adjacent, aligned elements of the operand,
+  // or a single one. The answer is the same for all threads.
   template <int N> __device__ __forceinline__ bool packs() const {
     return one<N>() || (repeat == 1 && period % N == 0 && aligned16(p));
   }
@@ -196,7 +198,8 @@ template <int op, class T, class Read> __device__ __forceinline__ bool fastBinar
   });
 }
 
-// Operands of y's own shape take a path of their own: without branches between them, all loads are in flight at once.
+// Operands with y's shape take a separate path. Without branches between them, all loads are in
+// flight at once.
 template <class T> __device__ __forceinline__ void runBinary(T* y, int op, Operand<T> a, Operand<T> b, int64_t n) {
   constexpr int N = kVec<T>;
   bool done = false;
@@ -228,10 +231,10 @@ template <class T> __device__ __forceinline__ void runBinary(T* y, int op, Opera
 FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE
 
-// A row for every row: y[i] = f(a[i], row[i % period]), op one of the first list. One access a
-// thread is what a copy is fastest with. What is computed of a row's index hides behind the load of
-// a, which is on its way first; the row comes from the L1. Launch: as many threads as accesses. y,
-// a and row are multiples of 16 bytes, and period is one of kVec.
+// A row that applies to every row: y[i] = f(a[i], row[i % period]), where op is from the first
+// list. One access per thread is the fastest way to copy. The index into the row is computed while
+// a is being loaded, and the row comes from L1. Launch: one thread per access. y, a and row are
+// multiples of 16 bytes, and period is a multiple of kVec.
 template <class T> __device__ __forceinline__ void runRow(T* y, int op, const T* a, const T* row, int64_t period, int64_t n) {
   constexpr int N = kVec<T>;
   auto at = [&](int64_t i) { return n < (int64_t(1) << 31) ? int64_t(unsigned(i) % unsigned(period)) : i % period; };
@@ -260,7 +263,7 @@ FOR_STORAGE_TYPES(DEFINE)
 
 // ---- cast, axpby ----
 
-// Four elements an access on both sides, so that the side of four-byte elements moves 16 bytes.
+// Four elements per access on both sides, so that 4-byte elements are moved 16 bytes at a time.
 template <class Y, class X> __device__ __forceinline__ void runCast(Y* y, const X* x, int64_t n) {
   constexpr int N = 4;
   auto convert = [&](int64_t i, Pack<X, N> v) {
@@ -273,7 +276,7 @@ template <class Y, class X> __device__ __forceinline__ void runCast(Y* y, const 
     mapElements<N>(n, [&](int64_t i) { y[i] = fromFloat<Y>(toFloat(x[i])); });
 }
 
-// y = alpha·x + beta·y; y is not read when beta is 0, so it may hold anything.
+// y = alpha·x + beta·y. If beta is 0, y is not read and may contain anything.
 template <class Y, class X>
 __device__ __forceinline__ void runAxpby(Y* y, const X* x, float alpha, float beta, int64_t n) {
   constexpr int N = 4;

@@ -7,7 +7,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// UnaryOp is a function of one element, and for some of a number p that is the same for all.
+// UnaryOp is a function of one element and, for some functions, of a number p.
 type UnaryOp int
 
 // The unary functions, in the order of elementwise.cu.
@@ -25,13 +25,13 @@ const (
 	Sigmoid
 	AddScalar // a + p
 	MulScalar // a·p
-	GELU      // a·Φ(a), in the approximation by tanh
+	GELU      // a·Φ(a), in the tanh approximation
 	SubFrom   // p − a
 	DivideInto
 	PowScalar // aᵖ
 	PowOf     // pᵃ
 	Sign
-	Step // 1 where a > 0, else 0
+	Step // 1 if a > 0, otherwise 0
 	Cube
 	Expm1
 	Log1p
@@ -46,7 +46,7 @@ const (
 // BinaryOp is a function of two elements.
 type BinaryOp int
 
-// The binary functions, in the order of elementwise.cu. Comparisons give 1 or 0.
+// The binary functions, in the order of elementwise.cu. Comparisons return 1 or 0.
 const (
 	Add BinaryOp = iota
 	Sub
@@ -64,18 +64,18 @@ const (
 	NotEqual
 )
 
-// What a block of elementwise.cu covers, but for binary functions, with one access of each operand
-// a thread.
+// The size of a block in elementwise.cu. Binary functions use only one access per thread and
+// operand.
 const (
 	threads  = 256
 	accesses = 2
 )
 
-// rowOps is the binary functions that kernels for a row for every row have: the first so many,
-// which are compiled for speed.
+// rowOps is the number of binary functions, counting from the first, that are compiled for speed
+// and have a kernel for an operand that is a row.
 const rowOps = GELUGradient + 1
 
-// elementwise launches a kernel over n elements, perAccess of which are one access.
+// elementwise launches a kernel over n elements, with perAccess elements per access.
 func elementwise(q *kernel.Queue, name string, n, perAccess int, args ...any) {
 	span := threads * accesses * perAccess
 	q.Run("elementwise", name, kernel.Cover(n, span, threads), append(args, int64(n))...)
@@ -90,26 +90,26 @@ type Unary struct {
 	Type gpu.DType
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (p Unary) Launch(q *kernel.Queue) {
 	elementwise(q, "unary"+kernel.Suffix(p.Type), p.N, kernel.Vector(p.Type), p.Y, p.X, int(p.Op),
 		p.P)
 }
 
-// Operand is an argument of [Binary]: element i of the result takes element (i / Repeat) mod Period
-// of it. A zero Repeat means 1 and a zero Period the number of elements of the result. So {Ptr: p}
-// is a tensor of the result's shape, {Ptr: p, Period: 1} a scalar, {Ptr: p, Period: columns} a row
-// for every row of the result, and {Ptr: p, Repeat: columns, Period: rows} a column for every
-// column.
+// Operand is an argument of [Binary]. Element i of the result uses element (i / Repeat) mod Period
+// of the operand. A Repeat of 0 means 1, and a Period of 0 means the number of elements of the
+// result. Therefore {Ptr: p} is a tensor with the result's shape, {Ptr: p, Period: 1} is a scalar,
+// {Ptr: p, Period: columns} is a row that applies to every row of the result, and {Ptr: p, Repeat:
+// columns, Period: rows} is a column that applies to every column.
 type Operand struct {
 	Ptr            gpu.Ptr
 	Repeat, Period int
 }
 
-// rows reports whether the operand is a row for every row of n elements.
+// rows reports whether the operand is a row that applies to every row of n elements.
 func (o Operand) rows(n int) bool { return o.Repeat == 1 && 1 < o.Period && o.Period < n }
 
-// Binary computes Y[i] = f(A, B) for N elements. Y may be an operand of the result's shape.
+// Binary computes Y[i] = f(A, B) for N elements. Y may be an operand with the result's shape.
 type Binary struct {
 	Op   BinaryOp
 	Y    gpu.Ptr
@@ -118,7 +118,7 @@ type Binary struct {
 	Type gpu.DType
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (p Binary) Launch(q *kernel.Queue) {
 	for _, o := range []*Operand{&p.A, &p.B} {
 		o.Repeat, o.Period = cmp.Or(o.Repeat, 1), cmp.Or(o.Period, p.N)
@@ -140,20 +140,20 @@ func (p Binary) Launch(q *kernel.Queue) {
 		int64(p.A.Repeat), int64(p.A.Period), int64(p.B.Repeat), int64(p.B.Period), int64(p.N))
 }
 
-// Cast computes Y[i] = X[i] for N elements, rounded to nearest even where Y's type is narrower.
+// Cast computes Y[i] = X[i] for N elements, rounded to nearest even if the type of Y is narrower.
 type Cast struct {
 	Y, X         gpu.Ptr
 	YType, XType gpu.DType
 	N            int
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (p Cast) Launch(q *kernel.Queue) {
 	elementwise(q, "cast"+kernel.Suffix(p.YType, p.XType), p.N, 4, p.Y, p.X)
 }
 
-// Axpby computes Y[i] = Alpha·X[i] + Beta·Y[i] for N elements. With a Beta of 0, Y is not read and
-// may hold anything.
+// Axpby computes Y[i] = Alpha·X[i] + Beta·Y[i] for N elements. If Beta is 0, Y is not read and may
+// contain anything.
 type Axpby struct {
 	Y, X         gpu.Ptr
 	YType, XType gpu.DType
@@ -161,7 +161,7 @@ type Axpby struct {
 	N            int
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (p Axpby) Launch(q *kernel.Queue) {
 	elementwise(q, "axpby"+kernel.Suffix(p.YType, p.XType), p.N, 4, p.Y, p.X, p.Alpha, p.Beta)
 }

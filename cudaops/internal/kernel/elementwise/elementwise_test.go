@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 )
 
-// elementCounts has nothing, less than an access, ragged ends, exactly a block and several blocks.
+// elementCounts has less than an access, ragged ends, exactly one block, and several blocks.
 var elementCounts = []int{1, 7, 1000, 2048, 4096, 3*4096 + 5}
 
 var unaryReference = map[UnaryOp]func(a, p float64) float64{
@@ -69,7 +69,7 @@ var binaryReference = map[BinaryOp]func(a, b float64) float64{
 	NotEqual:     func(a, b float64) float64 { return one(a != b) },
 }
 
-// geluAngle is what GELU's approximation takes the hyperbolic tangent of.
+// geluAngle returns the argument of tanh in the approximation of GELU.
 func geluAngle(a float64) float64 { return math.Sqrt(2/math.Pi) * (a + 0.044715*a*a*a) }
 
 func one(b bool) float64 {
@@ -79,7 +79,7 @@ func one(b bool) float64 {
 	return 0
 }
 
-// wantsPositive is whether a function is only compared where its argument is positive.
+// wantsPositive reports whether a function should be tested only with positive arguments.
 func wantsPositive(op UnaryOp) bool {
 	return op == Sqrt || op == InverseSqrt || op == Inverse || op == Log || op == Log1p ||
 		op == Log2 || op == DivideInto ||
@@ -101,7 +101,7 @@ func TestUnary(t *testing.T) {
 					}
 					in, x := g.Upload(x, dt, i%3)
 					_, p := g.Upload([]float64{0.5 + g.Rand.Float64()}, dt, 0)
-					y := in // in place, or not
+					y := in // in place or not
 					if i%2 == 0 {
 						y = g.Alloc(n, dt, i%3)
 					}
@@ -146,7 +146,7 @@ func testBinary(g *kerneltest.Rig, rows, cols int) {
 		for _, dt := range kerneltest.StorageTypes {
 			for i, sa := range shapes {
 				for j, sb := range shapes {
-					if i*j != 0 && i != j || !g.Some() { // one of them full, or both alike
+					if i*j != 0 && i != j || !g.Some() { // at least one operand is full, or both are alike
 						continue
 					}
 					g.Scope(fmt.Sprintf("%d/%v/%d-%d", op, dt, i, j), func(g *kerneltest.Rig) {

@@ -1,20 +1,22 @@
-// Rows of a table by number, and the gradient of the table.
+// Rows of a table by ID, and the gradient of the table.
 //
-//   forward:   y[r] = table[ids[r]]                  a row of NaN where the id is not in [0, vocab)
+//   forward:   y[r] = table[ids[r]]                  a row of NaN if the ID is not in [0, vocab)
 //   backward:  dt[v] = Σ_{r: ids[r] = v} g[r]        in the order of r, in float32
 //
-// Backward first groups the rows by id. It counts the rows of each id, and sums the counts up to
-// where each id's group starts. It puts each row into its group in any order. Then each moves to
-// the place that the number of smaller rows in the group gives. Only whole numbers are added
-// atomically, so the groups are the same on every run. Then the groups, one behind the other, are
-// cut into tiles of kTile rows, which blocks add up. What a tile has of a group that goes on in
-// another one is left as a partial sum. A last kernel joins those. So a group of any length is
-// spread over the GPU.
+// The backward pass first groups the rows by ID. It counts the rows of each ID, computes the start
+// of each group by a prefix sum, and puts the rows in their groups in arbitrary order. Then each
+// row moves to the position given by the number of smaller rows in its group. Atomic additions are
+// used only for integers, so the groups are the same on every run.
+//
+// The groups, stored consecutively, are then divided into tiles of kTile rows, which blocks add up.
+// For a group that spans several tiles, each tile produces a partial sum, and a last kernel adds
+// these up. A group of any length is therefore spread over the GPU.
 #include "common.cuh"
 
 // ---- Forward ----
 
-// N elements an access, d a multiple of N. Launch: a warp a row, blockDim.y rows a block.
+// N elements per access, where d is a multiple of N. Launch: one warp per row, blockDim.y rows per
+// block.
 template <class Y, class X, int N>
 __device__ __forceinline__ void gather(Y* y, const int64_t* ids, const X* table, int64_t rows, int64_t vocab,
                                        int d) {
@@ -57,7 +59,7 @@ DEFINE(f16, f32)
 
 // ---- Groups ----
 
-// counts[id]++ for all rows; counts is zero before. Launch: a thread a row.
+// counts[id]++ for all rows; counts must be zero. Launch: one thread per row.
 extern "C" __global__ void __launch_bounds__(256)
     embedding_count(int* counts, const int64_t* ids, int rows, int64_t vocab) {
   int r = blockIdx.x * blockDim.x + threadIdx.x;
@@ -66,8 +68,9 @@ extern "C" __global__ void __launch_bounds__(256)
   if (id >= 0 && id < vocab) atomicAdd(counts + id, 1);
 }
 
-// starts[v] = Σ_{u < v} counts[u] for v ≤ vocab, and counts becomes the same for v < vocab. Both have room for a multiple of four
-// above vocab; counts is zero there. Launch: one block of 1024 threads, each warp of which takes a stretch of ids.
+// starts[v] = Σ_{u < v} counts[u] for v ≤ vocab, and counts is set to the same for v < vocab. Both
+// have room up to a multiple of four above vocab, where counts is zero. Launch: one block of 1024
+// threads, with a range of IDs for each warp.
 extern "C" __global__ void __launch_bounds__(1024) embedding_starts(int* starts, int* counts, int vocab) {
   __shared__ int stretchSums[kWarp];
   int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -89,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(1024) embedding_starts(int* starts,
   if (lane == kWarp - 1) stretchSums[warp] = upTo;
   __syncthreads();
   int before = stretchSums[lane];
-  before = __shfl_sync(kAllLanes, inclusive(before) - before, warp);  // the sum of the stretches in front
+  before = __shfl_sync(kAllLanes, inclusive(before) - before, warp);  // the sum of the preceding ranges
 #pragma unroll 4
   for (int i = lo; i < hi; i += kWarp) {
     int4 n = i + lane < hi ? quad[i + lane] : int4{};
@@ -100,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(1024) embedding_starts(int* starts,
   }
 }
 
-// Each row goes somewhere into its id's group of members. Launch: a thread a row.
+// Puts each row somewhere in the group of its ID. Launch: one thread per row.
 extern "C" __global__ void __launch_bounds__(256)
     embedding_fill(int* members, int* cursors, const int64_t* ids, int rows, int64_t vocab) {
   int r = blockIdx.x * blockDim.x + threadIdx.x;
@@ -109,7 +112,8 @@ extern "C" __global__ void __launch_bounds__(256)
   if (id >= 0 && id < vocab) members[atomicAdd(cursors + id, 1)] = r;
 }
 
-// sorted is members with every group in ascending order. Launch: a warp a member, eight a block; those past the last one idle.
+// Writes members to sorted, with every group in ascending order. Launch: one warp per member, eight
+// per block; warps past the last member are idle.
 extern "C" __global__ void __launch_bounds__(256)
     embedding_sort(int* sorted, const int* members, const int* starts, const int64_t* ids, int64_t vocab) {
   int p = blockIdx.x * 8 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -125,10 +129,12 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // ---- Backward ----
 
-constexpr int kTile = 32, kAhead = 8;  // rows of a tile, and of those that are loaded at once
+constexpr int kTile = 32, kAhead = 8;  // rows per tile, and rows loaded at once
 
-// Launch of both: a thread for each N columns, blockIdx.x a tile. dt is set, or added to; ids that do not occur are left alone.
-// heads and tails [tiles, d] are the partial sums of the groups that reach into a tile, and that begin in one and reach on.
+// Launch of both kernels: one thread for each N columns, with blockIdx.x as the tile. dt is set or
+// added to; rows of IDs that don't occur are left unchanged. heads and tails [tiles, d] are the
+// partial sums of groups that continue from a preceding tile, and of groups that start in a tile
+// and continue in the next.
 template <class Y, int N>
 __device__ __forceinline__ void put(Y* dt, int64_t at, const float (&sum)[N], int accumulate) {
   Pack<Y, N> out;
@@ -155,7 +161,7 @@ __device__ __forceinline__ void sumTiles(Y* dt, float* heads, float* tails, cons
   if (col >= d) return;
 
   float sum[N] = {};
-  auto finish = [&](int i) {  // the group that ends with the tile's row i, here at least
+  auto finish = [&](int i) {  // ends the group of the tile's row i, at least within this tile
     if (begins[i] < lo || ends[i] > hi) {
       Pack<float, N> out;
 #pragma unroll
@@ -192,7 +198,7 @@ __device__ __forceinline__ void joinTiles(Y* dt, const float* heads, const float
   int64_t id = ids[sorted[hi - 1]];
   int begin = starts[id], end = starts[id + 1];
   int col = (blockIdx.y * blockDim.x + threadIdx.x) * N;
-  if (begin < lo || end <= hi || col >= d) return;  // only where a group begins and reaches on
+  if (begin < lo || end <= hi || col >= d) return;  // only for a group that starts here and continues
   float sum[N];
   Pack<float, N> tail = load<N>(tails + int64_t(blockIdx.x) * d + col);
 #pragma unroll

@@ -6,16 +6,16 @@ import (
 )
 
 // Forward copies row IDs[r] of Table [Vocab, D] to row r of Y [Rows, D]. The types are equal, or
-// the table is float32. A row whose id is not in [0, Vocab) becomes NaN.
+// the table is float32. If an ID is not in [0, Vocab), the row becomes NaN.
 type Forward struct {
 	Y               gpu.Ptr
-	IDs             gpu.Ptr // of int64
+	IDs             gpu.Ptr // int64
 	Table           gpu.Ptr
 	Rows, Vocab, D  int
 	Type, TableType gpu.DType
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (a Forward) Launch(q *kernel.Queue) {
 	variant := "embedding_elements"
 	if kernel.Packed(a.Type, a.D, a.Y) && kernel.Packed(a.TableType, a.D, a.Table) {
@@ -26,12 +26,12 @@ func (a Forward) Launch(q *kernel.Queue) {
 		int64(a.Vocab), a.D)
 }
 
-// Backward computes the table's gradient DT[v] = Σ_{r: IDs[r] = v} G[r], or adds to it with
-// Accumulate, in the order of the rows. Ids outside [0, Vocab) do not count. DT is float32, G of
-// Type. Workspace is memory of WorkspaceBytes.
+// Backward computes the table's gradient DT[v] = Σ_{r: IDs[r] = v} G[r] or, with Accumulate, adds
+// to it. Rows are added in order, and IDs outside [0, Vocab) don't count. DT is float32, and G is
+// of Type. Workspace has WorkspaceBytes bytes.
 type Backward struct {
 	DT             gpu.Ptr
-	IDs            gpu.Ptr // of int64
+	IDs            gpu.Ptr // int64
 	G              gpu.Ptr
 	Rows, Vocab, D int
 	Type           gpu.DType
@@ -39,13 +39,14 @@ type Backward struct {
 	Workspace      gpu.Ptr
 }
 
-// tile is kTile of embedding.cu.
+// tile must match kTile in embedding.cu.
 const tile = 32
 
-// scratch is the parts of a Backward's workspace, one behind the other.
+// scratch holds the parts of a Backward's workspace.
 type scratch struct{ starts, cursors, members, sorted, heads, tails gpu.Ptr }
 
-// idBytes is the room for a number of each id, and on to the next multiple of four.
+// idBytes returns the size of a 32-bit number per ID, with room up to the next multiple of four
+// numbers.
 func (a Backward) idBytes() int { return 4 * (a.Vocab/4*4 + 4) }
 
 func (a Backward) scratch(c *kernel.Carve) (s scratch) {
@@ -57,14 +58,14 @@ func (a Backward) scratch(c *kernel.Carve) (s scratch) {
 	return s
 }
 
-// WorkspaceBytes is the size of Workspace.
+// WorkspaceBytes returns the size of Workspace.
 func (a Backward) WorkspaceBytes(gpu.DeviceInfo) int {
 	var c kernel.Carve
 	a.scratch(&c)
 	return int(c.At)
 }
 
-// Launch launches six kernels, four of which group the rows by id.
+// Launch enqueues six kernels. The first four group the rows by ID.
 func (a Backward) Launch(q *kernel.Queue) {
 	p := a.scratch(&kernel.Carve{At: a.Workspace})
 	if !a.Accumulate {

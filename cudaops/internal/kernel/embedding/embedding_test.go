@@ -24,7 +24,7 @@ func TestEmbedding(t *testing.T) {
 			g.Scope(fmt.Sprintf("%+v/%v/%v", c, yt, tt), func(g *kerneltest.Rig) {
 				ids := make([]int, c.rows)
 				for i := range ids {
-					// some more often than others
+					// favor some IDs
 					ids[i] = min(g.Rand.IntN(c.vocab), g.Rand.IntN(c.vocab))
 				}
 				dids := g.UploadInts(ids)

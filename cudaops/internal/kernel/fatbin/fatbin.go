@@ -1,9 +1,9 @@
 // Package fatbin reads the signatures of kernels from fat binaries, so that launches can be checked
 // without a GPU.
 //
-// A fat binary holds machine code for several architectures, and PTX. The machine code says which
-// kernels an architecture has, and where their parameters lie. The PTX says which parameters are
-// floating-point numbers.
+// A fat binary holds machine code for several architectures, and PTX. The machine code gives the
+// kernels of an architecture and the offsets and sizes of their parameters. The PTX identifies the
+// parameters that are floating-point numbers.
 package fatbin
 
 import (
@@ -35,7 +35,7 @@ type image struct {
 	packed []byte
 }
 
-// unpack returns the image itself.
+// unpack returns the decompressed image.
 func (i image) unpack() ([]byte, error) {
 	data, err := unpacker.DecodeAll(i.packed, nil)
 	if err != nil {
@@ -44,15 +44,16 @@ func (i image) unpack() ([]byte, error) {
 	return data, nil
 }
 
-var unpacker, _ = zstd.NewReader(nil) // fails for invalid options only
+var unpacker, _ = zstd.NewReader(nil) // fails only for invalid options
 
-// images splits a fat binary: a header of 16 bytes, and images with headers of their own.
+// images splits a fat binary, which consists of a header of 16 bytes and images with their own
+// headers.
 func images(binary []byte) (all []image, err error) {
 	if len(binary) < 16 {
 		return nil, fmt.Errorf("fatbin: %d bytes are too few", len(binary))
 	}
 
-	const least = 64 // bytes of an image's header
+	const least = 64 // size of an image's header
 	for left := binary[16:]; len(left) >= least; {
 		kind, header, size, packed, arch := readHeader(left)
 		if header+packed > len(left) || header+size > len(left) || header+size < least {
@@ -136,7 +137,7 @@ func ptxParams(list string) (Signature, error) {
 }
 
 // Layouts returns the parameters of the kernels in the machine code for a compute capability, by
-// kernel. Their kinds are unknown.
+// kernel name. Their kinds are unknown.
 func Layouts(binary []byte, capability int) (map[string][]gpu.Param, error) {
 	all, err := images(binary)
 	if err != nil {
@@ -180,7 +181,7 @@ func Layouts(binary []byte, capability int) (map[string][]gpu.Param, error) {
 }
 
 const (
-	sized     = 4    // the form of an attribute that is followed by a length and as many bytes
+	sized     = 4    // the format of an attribute with a length and that number of bytes
 	paramInfo = 0x17 // the attribute that describes one parameter
 )
 

@@ -9,7 +9,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// Param is a parameter of a kernel: its size in bytes and its kind. Where it lies depends on the
+// Param is a parameter of a kernel: its size in bytes and its kind. Its offset depends on the
 // architecture.
 type Param struct {
 	Size int
@@ -34,12 +34,12 @@ func (s Signature) Of(layout []gpu.Param) ([]gpu.Param, error) {
 	return layout, nil
 }
 
-// Table is the signatures of all kernels, by kernel. As text it has a line for each kernel, in which a
-// size in bytes and a letter stand for each parameter: i for integers and addresses, f for
-// floating-point numbers and s for structures.
+// Table holds the signatures of all kernels by name. Its text form has a line per kernel, with a
+// size in bytes and a letter for each parameter: i for integers and addresses, f for floating-point
+// numbers, and s for structs.
 type Table map[string]Signature
 
-// header tells readers of the text what it is.
+// header is the first line of the text form.
 const header = "# The kernels' signatures, written by go generate. Do not edit.\n"
 
 // MarshalText returns the table as text, sorted by kernel.

@@ -7,40 +7,45 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// SiLUProduct computes AB = X·Weightsᵀ and H = silu(A) ⊙ B, where A and B are the left and the
-// right half of AB: X is [Rows, D], Weights [2F, D], AB [Rows, 2F] and H [Rows, F]. A and B are
-// rounded before H is formed.
+// SiLUProduct computes AB = X·Weightsᵀ and H = silu(A) ⊙ B, where A and B are the left and right
+// halves of AB. X is [Rows, D], Weights [2F, D], AB [Rows, 2F] and H [Rows, F]. H is computed from
+// the rounded A and B.
 type SiLUProduct struct {
 	H, AB, X, Weights gpu.Ptr
 	Gate
 }
 
-// SiLUProductBackward computes DH = G·Down, which stays on the chip. It also computes the gradients
-// DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A), side by side in DAB. It forms H again,
-// unless that is null. G is [Rows, D], Down [D, F], AB and DAB [Rows, 2F] and H [Rows, F]. DH is
-// rounded before it is used. DAB may be the memory of AB.
+// SiLUProductBackward computes DH = G·Down, which is never stored, and from it the two halves of
+// DAB, DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A). It also recomputes H, unless H is
+// null.
+//
+// G is [Rows, D], Down [D, F], AB and DAB [Rows, 2F] and H [Rows, F]. DH is rounded before it is
+// used. DAB may be AB.
+// G is [Rows, D], Down [D, F], AB and DAB [Rows, 2F] and H [Rows, F]. DH is rounded before it is
+// used. DAB may be AB.
 type SiLUProductBackward struct {
 	H, DAB, G, Down, AB gpu.Ptr
 	Gate
 }
 
-// Gate is the sizes of a SiLUProduct, and of its backward pass.
+// Gate holds the sizes and type of a SiLUProduct or a SiLUProductBackward.
 type Gate struct {
 	Rows, F, D int
 	Type       gpu.DType
 	Variant    kernel.Variant
 }
 
-// Variants lists the variants that take the launch at addresses that are multiples of 16, or none: Hopper
-// has one for two-byte types where F and D are multiples of 8.
+// Variants returns the variants that accept the launch if all addresses are multiples of 16. Hopper
+// has one for 2-byte types if F and D are multiples of 8.
 func (g Gate) Variants(k *kernel.Set) []kernel.Variant {
 	return onHopper(k, fused, g.Type.Size() == 2 && g.F%8 == 0 && g.D%8 == 0)
 }
 
-// fused is the one variant of what is joined to a product.
+// fused is the variant that fuses other work into a product.
 var fused = kernel.Variant{Family: "fused"}
 
-// onHopper is the one variant that there is, if the GPU has it and it takes a launch.
+// onHopper returns the given variant if the GPU has compute capability 9.0 and the variant takes
+// the launch.
 func onHopper(k *kernel.Set, variant kernel.Variant, takes bool) []kernel.Variant {
 	if takes && k.Info.Capability() == 90 {
 		return []kernel.Variant{variant}
@@ -48,33 +53,34 @@ func onHopper(k *kernel.Set, variant kernel.Variant, takes bool) []kernel.Varian
 	return nil
 }
 
-// The shape of gemm_hopper.cuh: the rows of a block's tile, its depth, the blocks of a cluster, and
-// the rows of clusters in a section. Of gemm_hopper.cu: the columns of a tile, the stages, the
-// bytes of a warp's panels, and the parts in which gate and up come.
+// The shape of gemm_hopper.cuh: the rows and depth of a block's tile, the blocks of a cluster, and
+// the rows of clusters in a section. The shape of gemm_hopper.cu: the columns of a tile, the
+// stages, the bytes of a warp's panels, and the number of parts into which a tile of gate and up is
+// divided.
 const (
 	gemmRows, gemmDepth, gemmCluster, gemmSection     = 128, 64, 2, 8
 	gateColumns, gateStages, gateWarpBytes, gateParts = 256, 4, 2 * 16 * 128, 8
 )
 
-// warpShared is the shared memory of a block whose multiplying warps have so many bytes each.
+// warpShared returns the shared memory of a block, with warpBytes for each multiplying warp.
 func warpShared(columns, stages, warpBytes int) int {
 	return stages*(2*gemmDepth*(gemmRows+columns)+16) + gemmRows/16*(warpBytes+16)
 }
 
-// float8Least is what the depth of a product of float8 must be more than. With fewer steps a tile
-// than stages the copy engine would bring a tile's factors while others are read.
+// float8Least is the depth that a float8 product must exceed. With fewer steps per tile than
+// stages, the copy engine would overwrite a tile's factors while they are still being read.
 const float8Least = (plainStages - 1) * 2 * gemmDepth
 
-// float8Product reports whether kernels built on gemm_hopper.cuh take a product of float8 of so
-// many columns and that depth, with results of type t.
+// float8Product reports whether kernels based on gemm_hopper.cuh accept a float8 product with the
+// given number of columns and depth d, and results of type t.
 func float8Product(columns, d int, t gpu.DType) bool {
 	return columns%16 == 0 && d%16 == 0 && d > float8Least && t == gpu.BFloat16
 }
 
-// factorBytes is the shared memory for the factors of the columns of two tiles.
+// factorBytes returns the shared memory for the column factors of two tiles.
 func factorBytes(columns int) int { return 2 * 4 * columns }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (a SiLUProduct) Launch(q *kernel.Queue) {
 	a.launch(q, "gemm_hopper_silu_mul", []gemmMatrix{
 		matrix(a.X, a.D, a.Rows, gemmDepth, gemmRows),
@@ -84,11 +90,11 @@ func (a SiLUProduct) Launch(q *kernel.Queue) {
 	})
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (a SiLUProductBackward) Launch(q *kernel.Queue) {
 	pair := matrix(a.AB, a.F, 2, gateColumns/gateParts, 1).times(a.Rows, 16)
 	gradient := pair
-	gradient.ptr, gradient.stored = a.DAB, a.DAB != a.AB // else what is read would be lost
+	gradient.ptr, gradient.stored = a.DAB, a.DAB != a.AB // otherwise poisoning would destroy the input
 	symbol, matrices := "gemm_hopper_silu_mul_backward_without_h", []gemmMatrix{
 		matrix(a.G, a.D, a.Rows, gemmDepth, gemmRows),
 		matrix(a.Down, a.F, a.D, 64, gemmDepth), pair, gradient}
@@ -100,30 +106,30 @@ func (a SiLUProductBackward) Launch(q *kernel.Queue) {
 	a.launch(q, symbol, matrices)
 }
 
-// launch launches a kernel of gemm_hopper.cu.
+// launch enqueues a kernel of gemm_hopper.cu.
 func (g Gate) launch(q *kernel.Queue, symbol string, matrices []gemmMatrix) {
 	gemmLaunch{unit: "gemm_hopper", symbol: symbol + kernel.Suffix(g.Type), dtype: g.Type,
 		matrices: matrices, shared: warpShared(gateColumns, gateStages, gateWarpBytes),
 		params: kernel.Struct{g.Rows, g.F, g.D, gemmSection}}.run(q)
 }
 
-// gemmLaunch is a launch of a kernel that is built on gemm_hopper.cuh.
+// gemmLaunch describes a launch of a kernel based on gemm_hopper.cuh.
 type gemmLaunch struct {
 	unit, symbol string
 	shared       int
 	params       kernel.Struct
 	dtype        gpu.DType
 	matrices     []gemmMatrix
-	clusters     int // 0 for as many as run at once, which work in a loop
+	clusters     int // 0 for as many persistent clusters as run at once
 }
 
-// gemmMatrix is a matrix, or several one behind the other, that the copy engine moves in boxes. It
-// has extents, innermost first, and no gaps.
+// gemmMatrix describes one or more consecutive matrices that the copy engine moves in boxes. dims
+// lists the extents, innermost first, without padding.
 type gemmMatrix struct {
 	ptr    gpu.Ptr
 	dims   [3]int
 	box    [3]uint32
-	stored bool // as a whole, by the copy engine
+	stored bool // entirely, by the copy engine
 }
 
 func matrix(p gpu.Ptr, columns, rows, boxColumns, boxRows int) gemmMatrix {
@@ -131,19 +137,19 @@ func matrix(p gpu.Ptr, columns, rows, boxColumns, boxRows int) gemmMatrix {
 		box: [3]uint32{uint32(boxColumns), uint32(boxRows), 1}}
 }
 
-// times is so many such matrices, of which some are in a box.
+// times returns a stack of n such matrices, which are moved `box` at a time.
 func (m gemmMatrix) times(n, box int) gemmMatrix {
 	m.dims[2], m.box[2] = n, uint32(box)
 	return m
 }
 
-// storing is the matrix as one that the copy engine stores.
+// storing marks the matrix as written by the copy engine.
 func (m gemmMatrix) storing() gemmMatrix {
 	m.stored = true
 	return m
 }
 
-// run launches one kernel.
+// run enqueues one kernel.
 func (g gemmLaunch) run(q *kernel.Queue) {
 	args := []any{g.params}
 	for _, m := range g.matrices {
@@ -167,16 +173,16 @@ func (g gemmLaunch) run(q *kernel.Queue) {
 	q.Run(g.unit, g.symbol, l, args...)
 }
 
-// Tuning is that of [kernel.Tuned].
+// Tuning implements [kernel.Tuned].
 func (a SiLUProduct) Tuning() (op, shape string) {
 	return "SiLUProduct", fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type)
 }
 
-// Tuning is that of [kernel.Tuned].
+// Tuning implements [kernel.Tuned].
 func (a SiLUProductBackward) Tuning() (op, shape string) {
 	return "SiLUProductBackward", fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type) +
 		kernel.With(a.H == 0, "without h")
 }
 
-// SetWay sets the variant in which the launch is computed.
+// SetVariant sets the variant chosen by tuning.
 func (g *Gate) SetVariant(w kernel.Variant) { g.Variant = w }

@@ -1,28 +1,30 @@
-// Matrix products on Hopper (sm_90a) whose results pass through the gate of a SiLU MLP on their way to memory, for bf16 and f16:
+// Matrix products on Hopper (sm_90a) with the gate of a SiLU MLP applied before results are stored,
+// for bf16 and f16:
 //
 //   forward:   [gate | up] = x·weightsᵀ,  h = silu(gate) ⊙ up,  silu(a) = a·σ(a)
-//   backward:  dh = g·down,  dgate = dh ⊙ up ⊙ σ(gate)(1 + gate(1 − σ(gate))),  dup = dh ⊙ silu(gate),  and h
-//              again, or without that
+//   backward:  dh = g·down,  dgate = dh ⊙ up ⊙ σ(gate)(1 + gate(1 − σ(gate))),  dup = dh ⊙ silu(gate),  and
+//              optionally h again
 //
-// with x and g [rows, depth], weights [2f, depth], down [depth, f], [gate | up] and [dgate | dup] [rows, 2f] and h [rows, f].
-// gate, up and dh are rounded to T before they are used, as if they had been in memory; dh never is.
+// x and g are [rows, depth], weights [2f, depth], down [depth, f], [gate | up] and [dgate | dup]
+// [rows, 2f], and h [rows, f]. gate, up and dh are rounded to T before they are used, as if they
+// had been stored; dh never is.
 //
-// gemm_hopper.cuh says how a block copies and multiplies. The sums of a tile wait, rounded, in 64
-// of their multipliers' own registers while the products of the next tile run. A warp takes some of
-// them to memory in each of kSlots slots, through panels of its own and the copy engine. Slots are
-// spread evenly over the steps of the next tile. In the forward pass half of a tile's 256 columns
-// are of gate and half of up: a lane has both of a pair.
+// gemm_hopper.cuh describes how a block copies and multiplies. The sums of a tile stay, rounded, in
+// 64 registers per multiplying thread while the products of the next tile run. In each of kSlots
+// slots, spread evenly over the steps of the next tile, a warp stores part of the tile through its
+// panels and the copy engine. In the forward pass half of a tile's 256 columns are gate and half
+// are up, so that a lane has both elements of each pair.
 //
-// Needs: f and depth multiples of 8, pointers of 16 bytes.
+// Requirements: f and depth are multiples of 8, and pointers are multiples of 16 bytes.
 #include "exp2.cuh"
 #include "gemm_hopper.cuh"
 
 namespace gemm {
 
-// The launcher fills it.
+// The launcher fills in Params.
 struct Params {
   int rows, f, depth;
-  int section;  // of Schedule
+  int section;  // see Schedule
 };
 
 #if defined(HOPPER)
@@ -31,7 +33,7 @@ constexpr int kWarpBytes = 2 * kPanel;
 
 using Shared = Memory<kColumns, kStages, kWarpBytes>;
 
-// gate and up beside one another: one block brings gate, the other up.
+// Both copies gate and up side by side: one block copies gate, the other up.
 struct Both {
   const TensorMap &map;
   __device__ void copy(const Shared &m, int i, uint32_t barrier, int k, const Tile &t, int rank) const {
@@ -39,15 +41,17 @@ struct Both {
   }
 };
 
-// σ(a), as exact as T shows; what is below the smallest normal number is 0.
+// gateOf returns σ(a), as accurate as T requires. Results below the smallest normal number become
+// 0.
 __device__ inline float gateOf(float a) {
   float s;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + exp2Approx(-kLog2e * a)));
   return s;
 }
 
-// gate, up and h of 64 columns leave, one every two slots, and then those of the other 64. gate and
-// up leave by one panel, h by the other, in which it is formed meanwhile, 16 columns a slot.
+// Forward stores gate, up and h of 64 columns, one every two slots, and then the same for the other
+// 64 columns. gate and up go through one panel; h is computed in the other one, 16 columns per
+// slot.
 template <typename T> struct Forward : RoundedSums<T, kColumns> {
   using Sums = RoundedSums<T, kColumns>;
   using Sums::v, Sums::row, Sums::column;
@@ -69,7 +73,7 @@ template <typename T> struct Forward : RoundedSums<T, kColumns> {
     if (part == 4) store(h, panels + kPanel, column + 64 * half, row, 0);
   }
 
-  // Forms the 16 columns from 8n on.
+  // Computes the 16 columns from column 8n on.
   __device__ void form(int n) {
     uint32_t w[2][2];
 #pragma unroll
@@ -83,14 +87,14 @@ template <typename T> struct Forward : RoundedSums<T, kColumns> {
   }
 };
 
-// The warp has gate and up of 32 columns in one of its panels. In two slots it forms dgate and dup
-// in their place, while the other panel's leave and the next come. Where there is h, it is formed
-// in the place of dh, and leaves in the last slots, 64 columns at a time.
+// Backward has gate and up of 32 columns in one of the warp's panels. In two slots it replaces them
+// with dgate and dup, while the other panel is stored and refilled. If h is wanted, it replaces dh
+// in registers and is stored in the last slots, 64 columns at a time.
 template <typename T, bool H> struct Backward : RoundedSums<T, kColumns> {
   using Sums = RoundedSums<T, kColumns>;
   using Sums::v, Sums::row, Sums::column;
   static constexpr int kParts = 8, kFormed = 2 * kParts, kSlots = kFormed + (H ? 4 : 0), kPartColumns = kColumns / kParts;
-  static constexpr int kUp = kPanel / 2;  // where in a panel up is
+  static constexpr int kUp = kPanel / 2;  // offset of up in a panel
   const TensorMap &ab, &dab, *h;
   uint32_t panels, arrived;
 
@@ -101,7 +105,8 @@ template <typename T, bool H> struct Backward : RoundedSums<T, kColumns> {
 
   __device__ uint32_t panelOf(int part) const { return panels + part % 2 * kPanel; }
 
-  // Has the copy engine bring a part of a tile, as soon as it has read what it is to store from there.
+  // Makes the copy engine load a part of a tile, after it has finished reading earlier results from
+  // the panel.
   __device__ void copy(int part, int row, int column) {
     if (threadIdx.x % 32) return;
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
@@ -132,7 +137,7 @@ template <typename T, bool H> struct Backward : RoundedSums<T, kColumns> {
     }
   }
 
-  // Forms the 16 columns from 8n on, whose gate is in the chunks at `at`.
+  // Computes the 16 columns from column 8n on; gate is in the chunks at `at`.
   __device__ void form(int n, uint32_t at) {
     uint32_t a[2][2], b[2][2];
     loadMatrices(a, at);

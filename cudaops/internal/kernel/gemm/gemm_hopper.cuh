@@ -1,25 +1,27 @@
-// Matrix products on Hopper (sm_90a) whose blocks bring a tile to memory while they multiply the
-// next one, for bf16 and f16. This is what the kernels share. gemm_symmetric.cu, whose blocks have
-// one tile, takes the copies and barriers from here.
+// Matrix products for bf16 and f16 on Hopper (sm_90a) that store one tile while multiplying the
+// next. Several kernels share this code. Since each block of gemm_symmetric.cu computes only one
+// tile, it uses just the copies and barriers.
 //
-// Operands of float8 both lie along the depth. All but the tensor cores take them for matrices of
-// half as many elements of 16 bits, each two of theirs. Their sums are to be multiplied by a factor
-// for each row and one for each column (Factors).
+// Both operands of float8 products are contiguous along the depth. Everything but the tensor cores
+// treats them as 16-bit matrices with half as many elements, each a pair of float8 numbers. Their
+// sums must be multiplied by a factor per row and a factor per column (see Factors).
 //
-// A block owns 128 rows by Columns columns at a time, a cluster of two blocks 256 rows. Each copies
-// its own rows of the left operand and half of the right one, which goes to both. Blocks stay on
-// their multiprocessor and take tiles until there are none. In a block
+// A block owns 128 rows by Columns columns at a time, and a cluster of two blocks owns 256 rows.
+// Each block copies its own rows of the left operand and half of the right operand, which both
+// blocks receive. Blocks are persistent and take tiles until none are left. In a block,
 //
-//   one thread       copies the operands, 64 of the depth at a time, Stages ahead;
-//   two warpgroups   multiply 64 rows each. Depth is so short in these models that the tensor cores must not wait for a tile's way
-//                    to memory: rounded to 16 bits its sums take half as many registers, from which they leave while the
-//                    products of the next tile run.
+//   one thread       copies the operands, 64 elements of the depth at a time, Stages ahead;
+//   two warpgroups   multiply 64 rows each.
+//
+// The depth is so small in these models that the tensor cores can't afford to wait while a tile is
+// stored. The sums are therefore rounded to 16 bits, which takes half as many registers, and are
+// stored from there while the products of the next tile run.
 #pragma once
 #include "barrier.cuh"
 #include "registers.cuh"
 #include "wgmma.cuh"
 
-// What a kernel does where it can; other GPUs never launch it.
+// Compiles a kernel's body only for Hopper. Other GPUs never launch these kernels.
 #if defined(HOPPER)
 #define BODY(...) gemm::__VA_ARGS__
 #else
@@ -36,11 +38,11 @@ constexpr int kPanelBytes = 64 * 128;  // 64 rows of 64 columns
 
 constexpr int kPanel = 16 * 128;  // the bytes of a warp's rows of 64 columns
 
-// E4M3, two numbers in what counts as an element.
+// E4M3; one element is a pair of numbers
 struct f8x2 {};
 
-// Shared memory: the stages, WarpBytes of each multiplying warp, then the barriers, two of them
-// each such warp's. Last is room for the columns' factors of two tiles.
+// Memory is the layout of shared memory: the stages, WarpBytes for each multiplying warp, the
+// barriers, including two for each of these warps, and the column factors of two tiles.
 template <int Columns_, int Stages_, int WarpBytes> struct Memory {
   static constexpr int Columns = Columns_, Stages = Stages_;
   static constexpr int LeftBytes = kRows * kDepth * 2, RightBytes = Columns * kDepth * 2, StageBytes = LeftBytes + RightBytes;
@@ -58,14 +60,15 @@ __device__ inline void meetCluster() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Where a tile begins. Of the cluster's tiles, one below the other, a block has that of its rank.
+// Tile is the position of a block's tile. The tiles of a cluster are stacked vertically, in the
+// order of the blocks' ranks.
 struct Tile {
   int row, column;
 };
 
-// The tiles of a cluster, Step columns each, one a turn. They go down the rows of a section, then
-// on to the next columns. A section is rows of clusters that are worked on together, so that both
-// operands stay in L2.
+// Schedule yields the tiles of a cluster, one per turn, each Step columns wide. They run down the
+// rows of a section and then move on to the next columns. A section is a number of rows of clusters
+// that are processed together so that both operands stay in L2.
 template <int Step> struct Schedule {
   int rows, columns, section, rank, next, stride;
   __device__ Schedule(int rows, int columns, int section)
@@ -82,7 +85,8 @@ template <int Step> struct Schedule {
 
 // ---- Copies ----
 
-// Into this block, or with All at the same place of all; bytes arrive at the barrier of each.
+// copyBox copies a box to this block or, with All, to the same address in every block of the
+// cluster. The bytes arrive at the barrier of each receiving block.
 template <bool All> __device__ inline void copyBox(uint32_t to, const TensorMap &map, uint32_t barrier, int x, int y, int z) {
   if (All)
     asm volatile(
@@ -97,7 +101,7 @@ template <bool All> __device__ inline void copyBox(uint32_t to, const TensorMap 
                  : "memory");
 }
 
-// Stores a box of the map's size; what lies outside the matrix is left out.
+// storeBox stores a box of the map's size, clipped to the matrix.
 __device__ inline void storeBox(const TensorMap &map, uint32_t from, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map), "r"(from), "r"(x),
                "r"(y), "r"(z)
@@ -123,7 +127,8 @@ __device__ inline void storeBox(const TensorMap &map, uint32_t from, int x, int 
 #define OUTPUTS_96(m) OUTPUTS_64(m), SIXTEEN(m, 16), SIXTEEN(m, 20)
 #define OUTPUTS_128(m) OUTPUTS_96(m), SIXTEEN(m, 24), SIXTEEN(m, 28)
 
-// c (64×N) = A·B, or += with add. With TransposeB the product runs over rows of B's tile.
+// product starts c (64×N) = A·B or, with add, c += A·B. With TransposeB, the product runs over rows
+// of B's tile.
 #define DEFINE_PRODUCT(N, R, a, b, flag, transpose, T, name)                                                             \
   template <int TransposeB>                                                                                              \
   __device__ inline void product(float (&c)[N / 8][4], uint64_t x, uint64_t y, bool add, T) {                            \
@@ -148,7 +153,8 @@ template <int TransposeB> __device__ inline void product(float (&c)[32][4], uint
       : "l"(x), "l"(y), "r"((int)add));
 }
 
-// Tells the cluster's blocks, whose copies write there, that this warp is done with the slot of fill i.
+// releaseAll signals that this warp is done with the slot of fill i. It signals to all blocks of
+// the cluster, because they all copy to this block.
 template <class R> __device__ inline void releaseAll(const R &ring, int i) {
   const int lane = threadIdx.x % 32;
   if (lane < kCluster)
@@ -164,18 +170,18 @@ template <class R> __device__ inline void releaseAll(const R &ring, int i) {
 __device__ inline float2 unpack(uint32_t v, bf16) { return {__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u)}; }
 __device__ inline float2 unpack(uint32_t v, f16) { return __half22float2(*(__half2 *)&v); }
 
-// The rounded sums of a warp's 16 rows of a tile. A lane has columns 8n + lane % 4 · 2 and the next
-// one, of rows lane / 4 and 8 more.
+// RoundedSums holds the rounded sums of a warp's 16 rows of a tile. A lane has columns 8n + lane %
+// 4 · 2 and 8n + lane % 4 · 2 + 1 of rows lane / 4 and lane / 4 + 8.
 template <typename T, int Columns> struct RoundedSums {
   uint32_t v[Columns / 8][2];
   int row, column;
 
-  __device__ explicit RoundedSums(int rows) : row(rows), column(0) {  // of no tile: what they lead to lies outside the matrix
+  __device__ explicit RoundedSums(int rows) : row(rows), column(0) {  // no tile yet: row lies outside the matrix
 #pragma unroll
     for (int n = 0; n < Columns / 8; n++) v[n][0] = v[n][1] = 0;
   }
 
-  // Makes the warp's own barriers.
+  // Initializes the warp's own barriers.
   static __device__ void init(uint32_t barriers) {
     barrierInit(barriers, 1);
     barrierInit(barriers + 8, 1);
@@ -193,7 +199,8 @@ template <typename T, int Columns> struct RoundedSums {
   }
 };
 
-// 16 rows of 16 columns, between a warp's registers and where chunkOf says.
+// loadMatrices and storeMatrices move 16 rows of 16 columns between a warp's registers and a panel;
+// see chunkOf for the address.
 __device__ inline void loadMatrices(uint32_t (&v)[2][2], uint32_t at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0][0]), "=r"(v[0][1]), "=r"(v[1][0]), "=r"(v[1][1])
@@ -206,20 +213,21 @@ __device__ inline void storeMatrices(uint32_t at, const uint32_t (&a)[2], const 
                : "memory");
 }
 
-// Where a lane's chunk of the first 16 columns lies, in a panel of 16 rows of Columns, 64 or 32.
-// Those of column c, a multiple of 16, are where bits 4 to 6 differ by c / 8.
+// chunkOf returns the address of a lane's chunk of the first 16 columns, in a panel of 16 rows and
+// 64 or 32 columns. For the 16 columns from column c on, XOR it with 2c.
 template <int Columns> __device__ inline uint32_t chunkOf(uint32_t panel) {
   const int lane = threadIdx.x % 32, r = lane % 16;
   return panel + r * (2 * Columns) + (lane / 16 ^ (Columns == 64 ? r % 8 : r / 2 % 4)) * 16;
 }
 
-// Puts the 64 columns from 8·first on into a panel.
+// leaveColumns writes the 64 columns from column 8·first on to a panel.
 template <int Chunks> __device__ inline void leaveColumns(const uint32_t (&v)[Chunks][2], int first, uint32_t panel) {
 #pragma unroll
   for (int n = 0; n < 8; n += 2) storeMatrices(chunkOf<64>(panel) ^ n * 16, v[first + n], v[first + n + 1]);
 }
 
-// Has the copy engine store what the warp has put into a panel, with Halves the second half of it at y = 1.
+// store makes the copy engine store a panel that the warp has written. With Halves, the second half
+// of the panel goes to y = 1.
 template <bool Halves = false> __device__ inline void store(const TensorMap &map, uint32_t panel, int x, int y, int z) {
   fenceAsync();
   __syncwarp();
@@ -230,14 +238,15 @@ template <bool Halves = false> __device__ inline void store(const TensorMap &map
   }
 }
 
-// Waits until the copy engine has read all but the latest Pending of what the warp has it store.
+// storesRead waits until the copy engine has read all but the latest Pending of the panels that it
+// was told to store.
 template <int Pending> __device__ inline void storesRead() {
   if (threadIdx.x % 32 == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
   __syncwarp();
 }
 
-// Has the copy engine bring 64 columns of a matrix, those of a part of a tile, into one of a warp's
-// two panels, as soon as it has read what it is to store from there.
+// bringPart makes the copy engine load 64 columns of a matrix, one part of a tile, into one of a
+// warp's two panels, after it has finished reading earlier results from there.
 __device__ inline void bringPart(const TensorMap &map, uint32_t panels, uint32_t arrived, int part, int row, int column) {
   if (threadIdx.x % 32) return;
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
@@ -246,9 +255,10 @@ __device__ inline void bringPart(const TensorMap &map, uint32_t panels, uint32_t
   copyBox<false>(panels + part % 2 * kPanel, map, barrier, column + 64 * part, row, 0);
 }
 
-// ---- What a block does ----
+// ---- The threads of a block ----
 
-// The right operand, of which a block brings half of a tile's columns. Its rows are the product's columns or, with TransposeB, the depth.
+// Right is the right operand; each block copies half of a tile's columns. The operand's rows are
+// the product's columns or, with TransposeB, the depth.
 template <int TransposeB> struct Right {
   const TensorMap &map;
   template <class M> __device__ void copy(const M &m, int i, uint32_t barrier, int k, const Tile &t, int rank) const {
@@ -265,9 +275,9 @@ template <int TransposeB> struct Right {
   }
 };
 
-// The right operand where it is of float8, and the factors of its rows, the product's columns. They
-// come with a tile's last operands, not its first. Until then those of the tile before the last may
-// still be read, in the last steps of a tile.
+// ScaledRight is a float8 right operand with the factors of its rows, the product's columns. The
+// factors arrive with a tile's last operands rather than its first, because the factors of the
+// second-to-last tile may still be read during the last steps of a tile.
 struct ScaledRight {
   const TensorMap &map;
   const float *factors;
@@ -282,14 +292,15 @@ struct ScaledRight {
   }
 };
 
-// What sums of float8 are to be multiplied by: the factors of a lane's two rows, and those of a tile's columns in shared memory.
+// Factors scales sums of float8 products by the factors of a lane's two rows, and by the factors of
+// a tile's columns in shared memory.
 template <class M> struct Factors {
   const M &m;
   const float *ofRows;
   int rows, tile = -1;
   float row[2] = {0, 0};
 
-  // Goes on to the next tile, from that row of the warp on.
+  // Moves on to the next tile, with the warp's rows from `first` on.
   __device__ void next(int first) {
     tile++;
 #pragma unroll
@@ -299,7 +310,8 @@ template <class M> struct Factors {
     }
   }
 
-  // The product with two neighbours' sums, in one of the rows, of the eight columns from 8n on.
+  // Scales the two adjacent sums that a lane has, in one of its rows, of the eight columns from
+  // column 8n on.
   __device__ float2 times(float2 sums, int half, int n) const {
     float2 f;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
@@ -310,7 +322,7 @@ template <class M> struct Factors {
   }
 };
 
-// What lies outside the matrices becomes zero.
+// Copies the operands of all tiles. Elements outside the matrices become zero.
 template <class M, class Schedule, class Right>
 __device__ inline void copyTiles(const M &m, Schedule schedule, int depth, const TensorMap &left, Right right) {
   Tile t;
@@ -323,18 +335,18 @@ __device__ inline void copyTiles(const M &m, Schedule schedule, int depth, const
     }
 }
 
-// Multiplies a worker's tiles. Held keeps the sums of a warp's 16 rows of a tile, and finishes them in kSlots slots while the next tile is
-// multiplied:
+// multiplyHeld multiplies a worker's tiles. Held stores the sums of a warp's 16 rows of a tile in
+// kSlots slots, while the next tile is multiplied:
 //
-//   take(sums, row, column)          has sums of 16 rows, from a row and a column on, for those of which all slots are done
-//   finish(slot, row, column, more)  does a slot; after the last one sums from row and column on come next, if more do
+//   take(sums, row, column)           takes new sums, of 16 rows from `row` and `column` on, after all slots are done
+//   finish(slot, row, column, more)   does a slot; if `more`, the next sums to take start at row and column
 //
-// The steps of a tile are dealt out evenly to the slots. If all of a tile went to memory in its
-// first steps, the operands of all blocks would have to wait for it. A slot's work comes behind the
-// start of a step's products.
+// The slots are spread evenly over the steps of a tile. If a whole tile were stored in the first
+// steps, the operands of all blocks would be delayed. A slot's work follows the start of a step's
+// products.
 template <typename T, int TransposeB, class M, class Schedule, class Held>
 __device__ inline void multiplyHeld(const M &m, Schedule schedule, int depth, int worker, Held &held) {
-  constexpr uint32_t kOffset = 0x3ffff;  // of an address in the block: in front of it is the block's rank
+  constexpr uint32_t kOffset = 0x3ffff;  // an address within the block; the bits above are the block's rank
   constexpr int across = TransposeB ? kPanelBytes : 16, next = TransposeB ? 16 * 128 : 32;  // of the right operand, for 16 of the depth
   const int steps = (depth + kDepth - 1) / kDepth, first = 64 * worker + uniform(threadIdx.x / 32 % 4) * 16;
   Accumulator<1, M::Columns> sums;
@@ -381,7 +393,8 @@ __device__ inline void multiplyHeld(const M &m, Schedule schedule, int depth, in
   storesRead<0>();
 }
 
-// What all threads of a block do. `hold` makes what a warp of the multipliers, of both workers, holds.
+// multiply is the work of all threads of a block. hold(warp) returns the Held of a multiplying
+// warp.
 template <typename T, int TransposeB, class M, class Schedule, class Right, class Hold>
 __device__ inline void multiply(const M &m, const Schedule &schedule, int depth, const TensorMap &left, const Right &right, Hold hold) {
   if (threadIdx.x == 0) {

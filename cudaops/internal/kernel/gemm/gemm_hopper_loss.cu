@@ -1,42 +1,47 @@
-// A language model's output layer with its cross-entropy on Hopper (sm_90a), for bf16: softmax without a pass over the logits.
+// A language model's output layer and its cross-entropy for bf16 on Hopper (sm_90a), with a softmax
+// that needs no pass over the logits:
 //
 //   e[r, i] = exp(x[r]·w[i] − c[r]),  c[r] = x[r]·w[target],  Z[r] = Σ_i e[r, i]
 //   loss[r] = log Z[r],  d loss[r] / d logits[r, i] = e[r, i]/Z[r] − [i = target]
 //
-// with x [rows, depth], w [columns, depth] and e [rows, columns]. The target's own term is 1, so
-// that Z is at least that. Terms are formed as 2^(x·w·log₂e − c·log₂e), where c·log₂e is rounded. For
-// large c that makes all terms of a row, the target's too, the same factor larger or smaller, which
-// is unit below. It cancels in e/Z, and the loss is log(Z/unit). Terms overflow only where a loss is above 80: bf16 has float32's
-// exponents. A maximum is not needed.
+// x is [rows, depth], w [columns, depth] and e [rows, columns]. The target's own term is 1, so Z is
+// at least 1.
 //
-// gemm_hopper.cuh says how a block copies and multiplies. The sums of a tile, less c and times
-// log₂e, wait in the multipliers' own registers, rounded to f16. Meanwhile the products of the next
-// tile run. kParts times in its steps a thread takes the exponentials of 32 columns, adds them up
-// and brings them to memory. f16 has three bits more than logits in bf16 would, and all that it can
-// not hold is 0 or infinite as a term.
+// Terms are computed as 2^(x·w·log₂e − c·log₂e), with c·log₂e rounded. For large c this scales all
+// terms of a row, including the target's, by the same factor, called unit below. It cancels in e/Z,
+// and the loss is log(Z/unit). Since bf16 has float32's exponents, terms overflow only if a loss
+// exceeds 80, and no maximum is needed.
 //
-// Before the product a kernel forms c, and behind it one adds up Z and has e ready for the products of the gradients,
+// gemm_hopper.cuh describes how a block copies and multiplies. The sums of a tile, minus c and
+// times log₂e, stay in the multiplying threads' registers, rounded to f16, while the products of
+// the next tile run. kParts times during its steps, a thread exponentiates 32 columns, adds them
+// up, and stores them. f16 has three more bits than bf16 logits would have; values beyond its range
+// become terms of 0 or infinity anyway.
+//
+// A kernel before the product computes c. Another kernel after it adds up Z and prepares e for the
+// products of the gradients,
 //
 //   dx[r] = f[r]·(e'·w)[r],  dw = e'ᵀ·(f ⊙ x),  e'[r, i] = e[r, i] − Z[r]·[i = target],  f[r] = scale/Z[r]
 //
-// where it finds a row whose loss is too large for that, and forms it again as softmax with a maximum.
+// If the loss of a row is too large for this, that kernel recomputes the row as a softmax with a
+// maximum.
 //
-// Needs: columns and depth multiples of 8, x, w and e at multiples of 16 bytes.
+// Requirements: columns and depth are multiples of 8, and x, w and e are multiples of 16 bytes.
 #include "exp2.cuh"
 #include "gemm_hopper.cuh"
 #include "rows.cuh"
 
 namespace gemm {
 
-// The launcher fills it.
+// The launcher fills in Params.
 struct Params {
   const float *shift;  // c
-  float *sums;         // of the terms of a row in a tile: [tiles of columns, rows]
+  float *sums;         // row sums of the terms in each tile: [tiles of columns, rows]
   int rows, columns, depth;
-  int section;         // of Schedule
+  int section;         // see Schedule
 };
 
-// What the other kernels work on; their launchers fill it.
+// Loss holds the parameters of the other kernels; their launchers fill it in.
 struct Loss {
   const bf16 *x, *w;
   const int64_t *targets;
@@ -45,7 +50,7 @@ struct Loss {
   const float *sums;
   float *losses, *factors;    // f
   bf16 *scaled;               // f ⊙ x
-  const float *scale, *grad;  // whose product is the scale; grad may be null
+  const float *scale, *grad;  // scale is scale[0]·grad[0]; grad may be null
   int rows, columns, depth;
 };
 
@@ -53,13 +58,13 @@ constexpr int kLossWarps = 8;
 
 #if defined(HOPPER)
 
-constexpr int kLossRows = 32;  // of a block
+constexpr int kLossRows = 32;  // per block
 
 constexpr int kColumns = 256, kStages = 4, kParts = 8, kPartColumns = kColumns / kParts;
 
-using Shared = Memory<kColumns, kStages, kPanel>;  // of two parts
+using Shared = Memory<kColumns, kStages, kPanel>;  // a panel holds two parts
 
-// The exponents of a warp's 16 rows of a tile, to base 2.
+// Exponents holds the base-2 exponents of a warp's 16 rows of a tile.
 struct Exponents : RoundedSums<f16, kColumns> {
   static constexpr int kSlots = kParts;
   const Params &p;
@@ -70,9 +75,10 @@ struct Exponents : RoundedSums<f16, kColumns> {
   __device__ Exponents(const Params &p, const TensorMap &terms, uint32_t panel)
       : RoundedSums(p.rows), p(p), terms(terms), panel(panel), sum{0, 0} {}
 
-  // Takes a tile's sums, times log₂e and plus the rows' shifts. The terms of columns that are not there are 0.
+  // Takes a tile's sums, times log₂e and plus the rows' shifts. Columns outside the matrix get
+  // terms of 0.
   __device__ void take(const Accumulator<1, kColumns> &sums, int row, int column) {
-    constexpr uint32_t kNone = 0xfc00fc00;  // twice -inf
+    constexpr uint32_t kNone = 0xfc00fc00;  // a pair of -inf
     this->row = row;
     this->column = column;
     sum[0] = sum[1] = 0;
@@ -88,7 +94,8 @@ struct Exponents : RoundedSums<f16, kColumns> {
         if (column + 8 * n >= p.columns) v[n][0] = v[n][1] = kNone;
   }
 
-  // Forms the terms of some columns, and has the copy engine store what two parts have left in the warp's panel: 64 columns.
+  // Computes the terms of one part. After every second part, makes the copy engine store the warp's
+  // panel of 64 columns.
   __device__ void finish(int part, int nextRow, int, bool more) {
     if (part % 2 == 0) storesRead<0>();
 #pragma unroll
@@ -132,9 +139,9 @@ __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap 
                     [&](int warp) { return Exponents(p, terms, m.panels(warp)); });
 }
 
-// ---- Before and behind the product ----
+// ---- Before and after the product ----
 
-// x[row]·w[column], by a warp.
+// logitOf returns x[row]·w[column], computed by a warp.
 __device__ inline float logitOf(const Loss &p, int row, int column) {
   const bf16 *x = p.x + (int64_t)row * p.depth, *w = p.w + (int64_t)column * p.depth;
   float sum = 0;
@@ -147,7 +154,7 @@ __device__ inline float logitOf(const Loss &p, int row, int column) {
   return warpReduce<Sum>(sum);
 }
 
-// y = f·x, by a warp; 0 where f is.
+// scaleRow computes y = f·x with a warp; if f is 0, so is y.
 __device__ inline void scaleRow(bf16 *y, const bf16 *x, float f, int depth) {
   for (int k = threadIdx.x % kWarp * 8; k < depth; k += kWarp * 8) {
     auto v = load<8>(x + k);
@@ -157,11 +164,11 @@ __device__ inline void scaleRow(bf16 *y, const bf16 *x, float f, int depth) {
   }
 }
 
-// The exponent of the target's own term of a row, to base 2: what rounding takes from c·log₂e. It is rounded to f16 as all exponents
-// are.
+// unitExponent returns the base-2 exponent of a row's target term, which is the rounding error of
+// c·log₂e. Like all exponents it is rounded to f16.
 __device__ inline float unitExponent(float c) { return __half2float(__float2half_rn(fmaf(c, kLog2e, -__fmul_rn(kLog2e, c)))); }
 
-// The shift of a row without target makes all its terms 0.
+// shift computes c. For a row without a target, the shift makes all terms 0.
 __device__ inline void shift(const Loss &p) {
   const int row = blockIdx.x * kLossWarps + threadIdx.x / kWarp;
   if (row >= p.rows) return;
@@ -171,7 +178,7 @@ __device__ inline void shift(const Loss &p) {
   if (threadIdx.x % kWarp == 0) p.shift[row] = c;
 }
 
-// Forms a row again, by a block; returns its factor.
+// again recomputes a row with a block, and returns the row's factor.
 __device__ inline float again(const Loss &p, int row, float scale) {
   constexpr int kTogether = 4;
   const int64_t target = p.targets[row];
@@ -181,7 +188,7 @@ __device__ inline float again(const Loss &p, int row, float scale) {
     return 0;
   }
   auto forLogits = [&](auto f) {
-    for (int i = threadIdx.x / kWarp * kTogether; i < p.columns; i += kLossWarps * kTogether) {  // columns are a multiple of it
+    for (int i = threadIdx.x / kWarp * kTogether; i < p.columns; i += kLossWarps * kTogether) {  // columns is a multiple of kTogether
       float logits[kTogether];
 #pragma unroll
       for (int j = 0; j < kTogether; j++) logits[j] = logitOf(p, row, i + j);
@@ -198,9 +205,9 @@ __device__ inline float again(const Loss &p, int row, float scale) {
   return scale;
 }
 
-// kLossRows rows a block.
+// finish processes kLossRows rows with a block.
 __device__ inline void finish(const Loss &p) {
-  constexpr float kMost = 1e26f;  // of Z: far from where terms overflow
+  constexpr float kMost = 1e26f;  // limit on Z, well below the overflow of terms
   __shared__ float parts[kLossWarps][kLossRows], factors[kLossRows];
   __shared__ unsigned hard;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, first = blockIdx.x * kLossRows, row = first + lane;
@@ -265,13 +272,13 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   BODY(run(p, x, w, terms));
 }
 
-// Launch: a warp a row.
+// Launch: one warp per row.
 extern "C" __global__ void __launch_bounds__(gemm::kLossWarps *kWarp) gemm_hopper_loss_shift(const gemm::Loss p) { BODY(shift(p)); }
 
-// Launch: a block for kLossRows rows.
+// Launch: one block for kLossRows rows.
 extern "C" __global__ void __launch_bounds__(gemm::kLossWarps *kWarp) gemm_hopper_loss_finish(const gemm::Loss p) { BODY(finish(p)); }
 
-// x[r] = f[r]·x[r]. Launch: a warp a row.
+// x[r] = f[r]·x[r]. Launch: one warp per row.
 extern "C" __global__ void __launch_bounds__(gemm::kLossWarps *kWarp)
     gemm_hopper_loss_scale(bf16 *x, const float *factors, int rows, int depth) {
   BODY(scale(x, factors, rows, depth));

@@ -1,27 +1,29 @@
-// Matrix products on Hopper (sm_90a), for depths so short that bringing results to memory would show.
-// Of bf16 and f16, whose sums are rounded once, c among them:
+// Matrix products on Hopper (sm_90a) for depths so small that the time to store results would be
+// noticeable. bf16 and f16 results are rounded once, after c is added:
 //
 //   nt:  y = x·wᵀ + c with w [columns, depth]
 //   nn:  y = x·w + c with w [depth, columns]
 //
-// Of float8, whose sums are rounded once before they are multiplied by their factors, and then y:
+// Sums of float8 products are rounded before they are multiplied by their factors, and y is rounded
+// again:
 //
 //   f8:  y = (rowFactors·columnFactorsᵀ) ⊙ (x·wᵀ) + c
 //
-// x is [rows, depth], y and c are [rows, columns]; c may be left out. gemm_hopper.cuh says how a block
-// goes about it.
+// x is [rows, depth], and y and c are [rows, columns]; c is optional. gemm_hopper.cuh describes the
+// structure.
 //
-// Needs: columns and depth multiples of 8, matrices at multiples of 16 bytes. In float8 columns and
-// depth are multiples of 16, the depth is more than 384, and factors lie at multiples of 16 bytes.
+// Requirements: columns and depth are multiples of 8, and matrices are at multiples of 16 bytes.
+// For float8, columns and depth are multiples of 16, depth exceeds 384, and factors are at
+// multiples of 16 bytes.
 #include "gemm_hopper.cuh"
 
 namespace gemm {
 
-// The launcher fills it.
+// The launcher fills in Params.
 struct Params {
-  const float *rowFactors, *columnFactors;  // of float8
+  const float *rowFactors, *columnFactors;  // for float8
   int rows, columns, depth;
-  int section;  // of Schedule
+  int section;  // see Schedule
 };
 
 #if defined(HOPPER)
@@ -30,16 +32,16 @@ constexpr int kColumns = 256, kStages = 4, kParts = kColumns / 64;
 
 using Shared = Memory<kColumns, kStages, 2 * kPanel>;
 
-// A tile leaves 64 columns at a time. c, which comes so too, takes one of the panels, and one slot
-// more. A part is asked for in one slot, from when on there are registers for it, and taken in the
-// next. The registers are those that a part of the finished tile has left.
+// Finished stores a tile 64 columns at a time. c is loaded in the same units; it takes one of the
+// two panels and one more slot. A part of c is requested in one slot and received in the next, in
+// registers that the corresponding part of the finished tile no longer needs.
 template <typename T, bool Add> struct Finished : RoundedSums<T, kColumns> {
   using Sums = RoundedSums<T, kColumns>;
   using Sums::v, Sums::row, Sums::column;
   static constexpr int kSlots = Add ? kParts + 1 : kParts;
   const TensorMap &y, &c;
   uint32_t panels;
-  Ring<1> ring;  // of c's panel
+  Ring<1> ring;  // for c's panel
   int fill = 0;
 
   __device__ Finished(const Params &p, const TensorMap &y, const TensorMap &c, const Shared &m, int warp)
@@ -62,7 +64,7 @@ template <typename T, bool Add> struct Finished : RoundedSums<T, kColumns> {
     }
   }
 
-  // Takes a part of c, the columns from 8·first on.
+  // Receives a part of c, the columns from column 8·first on.
   __device__ void accept(int first) {
     ring.wait(fill);
 #pragma unroll
@@ -85,7 +87,8 @@ template <typename T, bool Add> struct Finished : RoundedSums<T, kColumns> {
   }
 };
 
-// A tile of float8 leaves 64 columns at a time, in two slots. c comes into a panel, and y takes its place.
+// Scaled stores a float8 tile 64 columns at a time, in two slots each. c is loaded into a panel,
+// and y replaces it.
 template <typename T, bool Add> struct Scaled : RoundedSums<T, kColumns> {
   using Sums = RoundedSums<T, kColumns>;
   using Sums::v, Sums::row, Sums::column;
@@ -121,7 +124,7 @@ template <typename T, bool Add> struct Scaled : RoundedSums<T, kColumns> {
     if (slot == kSlots - 1 && more) factors.next(nextRow);
   }
 
-  // Forms the 16 columns from 8n on, in the chunks at `at`.
+  // Computes the 16 columns from column 8n on, in the chunks at `at`.
   __device__ void form(int n, uint32_t at) {
     uint32_t w[2][2];
     if (Add) {
@@ -151,7 +154,7 @@ __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap 
                           [&](int warp) { return Finished<T, Add>(p, y, c, m, warp); });
 }
 
-// Of float8, of which depth counts two elements as one.
+// For float8, where depth counts pairs of elements.
 template <typename T, bool Add>
 __device__ inline void runScaled(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &y, const TensorMap &c) {
   extern __shared__ __align__(1024) unsigned char shared[];

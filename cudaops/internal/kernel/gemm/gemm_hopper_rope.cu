@@ -1,38 +1,40 @@
-// The product behind an attention's queries, keys and values on Hopper (sm_90a), for bf16 and f16, which turns the first two as
-// rope.cu does:
+// The product that computes an attention's queries, keys and values on Hopper (sm_90a), for bf16
+// and f16, with RoPE applied to the queries and keys as in rope.cu:
 //
-//   s = x·weightsᵀ, rounded to T;  in the heads of the columns before `turned`, for the pairs (i, i + h), h = D/2, of head dimension D
-//   y[i] = s[i]·cos − s[i+h]·sin,   y[i+h] = s[i+h]·cos + s[i]·sin;  elsewhere y = s
+//   s = x·weightsᵀ, rounded to T
+//   y[i] = s[i]·cos − s[i+h]·sin,   y[i+h] = s[i+h]·cos + s[i]·sin
 //
-// with x [rows, depth], weights [columns, depth], y [rows, columns] and the angles of position row
-// mod seq. The bits are those of a product whose sums are formed in the same order, and rope.cu
-// behind it. The table holds the cosines of pairs i and i + 1 and their sines, i even. They are for
-// the positions and pairs, eight of each, that a warp asks for at once: [⌈seq/8⌉, h/8, 8 positions,
-// 4, 4].
+// The rotation applies to the pairs (i, i + h), h = D/2, of the heads in the columns before
+// `turned`, where D is the head dimension; elsewhere y = s. x is [rows, depth], weights [columns,
+// depth] and y [rows, columns], and the position of a row is row mod seq. The results have the same
+// bits as a product that sums in the same order followed by rope.cu.
 //
-// gemm_hopper.cuh says how a block goes about it. A thread turns a part of the rounded sums at a
-// time: some pairs of a head, in one of its two rows. Both elements of a pair are its own. It
-// leaves the part in a panel of its warp. The copy engine takes a row's parts to memory together.
-// There are registers for the angles of one part. All heads of a tile need the same, so the parts
-// that share them come one behind the other. A thread asks for each angle once a tile, a part
-// ahead.
+// The table of angles holds the cosines of pairs i and i + 1 and then their sines, for even i. It
+// is arranged by the eight positions and eight pairs that a warp reads at once: [⌈seq/8⌉, h/8, 8
+// positions, 4, 4].
 //
-// In float8 x and weights have a factor for each row. s is multiplied by them before it is turned,
-// not to be rounded again. That is for heads of 64 and 128.
+// gemm_hopper.cuh describes the structure. A thread rotates one part of the rounded sums at a time:
+// some pairs of a head, in one of its two rows. It has both elements of each pair. It writes the
+// part to a panel of its warp, and the copy engine stores all parts of a row together. There are
+// registers for the angles of only one part. All heads of a tile need the same angles, so the parts
+// that share them are consecutive, and a thread loads each angle once per tile, one part ahead.
 //
-// Needs whole heads in a tile. turned is a multiple of D, columns and depth of 8, all arrays lie at
-// multiples of 16 bytes, and seq·D is at most 2³⁰. In float8 columns and depth are multiples of 16,
-// and the depth is more than 384.
+// In float8, x and weights have a factor for each row. s is multiplied by the factors before the
+// rotation, without being rounded again. This is limited to heads of 64 and 128.
+//
+// Requirements: a tile holds whole heads. turned is a multiple of D, columns and depth are
+// multiples of 8, all arrays are at multiples of 16 bytes, and seq·D is at most 2³⁰. In float8,
+// columns and depth are multiples of 16, and depth exceeds 384.
 #include "gemm_hopper.cuh"
 
 namespace gemm {
 
-// The launcher fills it.
+// The launcher fills in Params.
 struct Params {
   const float4 *angles;
-  const float *rowFactors, *columnFactors;  // of float8
+  const float *rowFactors, *columnFactors;  // for float8
   int rows, columns, depth, turned, seq;
-  int section;  // of Schedule
+  int section;  // see Schedule
 };
 
 #if defined(HOPPER)
@@ -41,7 +43,8 @@ constexpr int kPanelRows = 8, kRowsBytes = kPanelRows * 128;
 
 template <int Columns> using Shared = Memory<Columns, Columns == 256 ? 4 : 5, Columns / 64 * kRowsBytes>;
 
-// A part is 8 rows of Pairs columns of a head's first half, and those that they are paired with.
+// Turned rotates and stores a tile in parts of 8 rows of Pairs columns from the first half of a
+// head, together with the columns they are paired with.
 template <typename T, int D, int Columns, bool Scaled> struct Turned : RoundedSums<T, Columns> {
   using Sums = RoundedSums<T, Columns>;
   using Sums::v, Sums::row, Sums::column;
@@ -51,15 +54,15 @@ template <typename T, int D, int Columns, bool Scaled> struct Turned : RoundedSu
   const TensorMap &y;
   uint32_t panels;
   float4 angles[Chunks];
-  int at[2];  // of the table, where the angles of the lane's rows begin
+  int at[2];  // index of the first angle of each of the lane's rows
   Factors<Shared<Columns>> factors;
 
   __device__ Turned(const Params &p, const TensorMap &y, const Shared<Columns> &m, int warp)
       : Sums(p.rows), p(p), y(y), panels(m.panels(warp)), at{0, 0}, factors{m, p.rowFactors, p.rows} {
-    column = p.turned;  // so that nothing is turned
+    column = p.turned;  // so that nothing is rotated
   }
 
-  // Asks for the factors and the first angles of the tile that begins there.
+  // Loads the factors and the first angles of the tile at row and column.
   __device__ void expect(int row, int column) {
     if (Scaled) factors.next(row);
 #pragma unroll
@@ -74,7 +77,7 @@ template <typename T, int D, int Columns, bool Scaled> struct Turned : RoundedSu
   static __device__ constexpr int pairsOf(int part) { return part % RowParts / Heads * Pairs; }
   static __device__ constexpr int headOf(int part) { return part % Heads; }
 
-  // Asks for the angles of a part, unless the one before has the same.
+  // Loads the angles of a part, unless the preceding part has the same angles.
   __device__ void ask(int part, int column) {
     if (headOf(part) > 0 || column >= p.turned) return;
     const float4 *from = p.angles + at[halfOf(part)];
@@ -141,7 +144,7 @@ __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap 
                  [&](int warp) { return Turned<T, D, Columns, false>(p, y, m, warp); });
 }
 
-// Of float8, of which depth counts two as one.
+// For float8, where depth counts pairs of elements.
 template <typename T, int D>
 __device__ inline void runScaled(const Params &p, const TensorMap &x, const TensorMap &weights, const TensorMap &y) {
   extern __shared__ __align__(1024) unsigned char shared[];

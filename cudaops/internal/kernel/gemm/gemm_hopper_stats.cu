@@ -1,38 +1,40 @@
-// The product behind the gradient of an attention's result on Hopper (sm_90a), for bf16 and f16. It
-// also forms what the backward pass of the attention begins with:
+// A product that computes the gradient of an attention's result on Hopper (sm_90a), for bf16 and
+// f16, together with the statistics that attention's backward pass needs:
 //
-//   g = x·w, rounded to T;  for every row and head, of D columns, h, Σ_d g·y and ρ
+//   g = x·w, rounded to T;  for every row and head, of D columns: h, Σ_d g·y and ρ
 //
-// Exponent says what h and ρ are. All three go where statsOf of attention.cuh finds them. The counters of attention_hopper_fused.cuh
-// become zero, one for 64 rows of a head and one more.
+// exponent.cuh defines h and ρ. All three are stored where statsOf in attention.cuh expects them.
+// The kernel also clears the counters of attention_hopper_fused.cuh: one for every 64 rows of a
+// head, plus one.
 //
 // x is [rows, depth], w [depth, columns], y and g are [rows, columns], and normalizers are [batch,
-// heads, seq], with rows = batch·seq and columns = heads·D. The bits of g are those of gemm_hopper_plain.cu.
+// heads, seq], with rows = batch·seq and columns = heads·D. g has the same bits as the result of
+// gemm_hopper_plain.cu.
 //
-// gemm_hopper.cuh says how a block goes about it. A tile leaves 64 columns at a time, in two slots. y
-// comes into a panel of the warp. Once g has been multiplied by it, g takes its place.
+// gemm_hopper.cuh describes the structure. A tile is stored 64 columns at a time, in two slots. y
+// is loaded into one of the warp's panels and, after it has been multiplied by g, replaced by g.
 //
-// Needs: seq a multiple of 128, so that a warp's rows lie in one sequence, and no row is without a
-// query. D is 64 or 128, so tiles hold whole heads. The depth is a multiple of 8, and matrices lie
-// at multiples of 16 bytes.
+// Requirements: seq is a multiple of 128, so that all rows of a warp belong to the same sequence
+// and every row has a query. D is 64 or 128, so that tiles hold whole heads. depth is a multiple of
+// 8, and matrices are at multiples of 16 bytes.
 #include "exponent.cuh"
 #include "gemm_hopper.cuh"
 
 namespace gemm {
 
-// The launcher fills it.
+// The launcher fills in Params.
 struct Params {
   const float2 *normalizers;
   float *stats;
   int *counters;
   int rows, columns, depth, seq;
-  int section;  // of Schedule
+  int section;  // see Schedule
 };
 
 #if defined(HOPPER)
 
 constexpr int kColumns = 256, kStages = 4, kParts = kColumns / 64;
-constexpr int kCounted = 64;  // rows of a counter
+constexpr int kCounted = 64;  // rows per counter
 
 using Shared = Memory<kColumns, kStages, 2 * kPanel>;
 
@@ -44,7 +46,7 @@ template <typename T, int D> struct WithStatistics : RoundedSums<T, kColumns> {
   const TensorMap &g, &y;
   uint32_t panels, arrived;
   float2 normalizer;
-  float products[2];  // Σ g·y of the lane's columns in its two rows
+  float products[2];  // Σ g·y over the lane's columns, for its two rows
 
   __device__ WithStatistics(const Params &p, const TensorMap &g, const TensorMap &y, const Shared &m, int warp)
       : Sums(p.rows), p(p), g(g), y(y), panels(m.panels(warp)), arrived(m.barriers(warp)), normalizer{0, 0}, products{0, 0} {
@@ -72,7 +74,8 @@ template <typename T, int D> struct WithStatistics : RoundedSums<T, kColumns> {
     }
   }
 
-  // Multiplies the 16 columns from 8n on by those of y at `at`, and leaves them there.
+  // Multiplies the sums of the 16 columns from column 8n on by y, which is at `at`, and replaces y
+  // with them.
   __device__ void form(int n, uint32_t at) {
     uint32_t w[2][2];
     loadMatrices(w, at);
@@ -87,8 +90,8 @@ template <typename T, int D> struct WithStatistics : RoundedSums<T, kColumns> {
     storeMatrices(at, v[n], v[n + 1]);
   }
 
-  // The warp's rows of a head of the tile: which of all sequences' heads it is, -1 if there is none,
-  // and the position of the first row.
+  // Place identifies the warp's rows of one of the tile's heads: the index of the head among those
+  // of all sequences, or -1 if it does not exist, and the position of the first row.
   struct Place {
     int head, position;
   };
@@ -98,15 +101,15 @@ template <typename T, int D> struct WithStatistics : RoundedSums<T, kColumns> {
     return {row < p.rows && head < heads ? batch * heads + head : -1, row - batch * p.seq};
   }
 
-  // Of the four lanes that have one of these rows and the one 8 below, two write Σ g·y, one for each
-  // row, and two h and ρ.
+  // Four lanes share a row and the row 8 below it. Two of these lanes store Σ g·y, one per row, and
+  // the other two store h and ρ.
   static __device__ int myRow() { return threadIdx.x % 32 / 4 + threadIdx.x % 2 * 8; }
   static __device__ bool hasExponent() { return threadIdx.x & 2; }
 
   __device__ void begin(int head) {
     products[0] = products[1] = 0;
     const auto [of, position] = placeOf(head);
-    if (of >= 0 && hasExponent())  // on its way until the head is done
+    if (of >= 0 && hasExponent())  // in flight until the head is done
       normalizer = __ldg(p.normalizers + int64_t(of) * p.seq + position + myRow());
   }
 

@@ -1,31 +1,35 @@
-// Matrix products on Hopper (sm_90a) of which one knows that they are symmetric, in f16 with sums in float32:
+// Matrix products on Hopper (sm_90a) that are known to be symmetric, for f16 with float32 sums:
 //
 //   d = alpha·left·rightᵀ + beta·c + delta·I
 //
-// with left and right [n, depth] or, in the kernels called tall, stored as [depth, n]; c and d are [n, n], c symmetric. Only
-// elements on the diagonal and below are computed, and written to both places, so that d is exactly symmetric.
+// left and right are [n, depth] or, in the kernels called tall, stored as [depth, n]; c and d are
+// [n, n], and c is symmetric. Only elements on and below the diagonal are computed. They are
+// written to both places, so d is exactly symmetric.
 //
-// A block computes 128 rows by 160 columns, a cluster two of these below each other. Each copies
-// half of the columns' operand to both. The width is such that the triangle of 2048 rows takes no
-// more clusters than an H100 or H200 runs at once: 61, of 66. In a block
+// A block computes 128 rows by 160 columns, and a cluster consists of two such blocks stacked
+// vertically. Each block copies half of the right operand to both. The width is chosen so that the
+// triangle of 2048 rows takes 61 clusters, of the 66 that an H100 or H200 can run at once. In a
+// block,
 //
 //   two warpgroups   multiply 64 rows each;
-//   one thread       copies the operands, 64 of the depth at a time, kStages ahead.
+//   one thread       copies the operands, 64 elements of the depth at a time, kStages ahead.
 //
-// Tiles leave through shared memory as they are and transposed, so that both are written in rows.
+// Tiles are stored by way of shared memory both as they are and transposed, so that both are
+// written row by row.
 //
-// Needs: n a multiple of 8, and of the stored matrices' rows too; pointers of 16 bytes. d is none of the operands.
+// Requirements: n and the rows of the stored matrices are multiples of 8, and pointers are
+// multiples of 16 bytes. d must not overlap an operand.
 #include "gemm_hopper.cuh"
 #include "overlap.cuh"
 
 namespace gemm {
 
-// The launcher fills it.
+// The launcher fills in Params.
 struct Params {
   f16 *d;
-  const f16 *c;  // null: none
+  const f16 *c;  // may be null
   int n, depth;
-  int clusters;  // of a matrix
+  int clusters;  // per matrix
   float alpha, beta, delta;
 };
 
@@ -40,7 +44,8 @@ constexpr int kColumns = 160, kStages = 5;
   "%65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}"
 #define OUTPUTS_80(m) OUTPUTS_64(m), SIXTEEN(m, 16)
 
-// c (64×160) = or, with add, += A·B; Tall: the product runs over rows of the operands' tiles.
+// product160 starts c (64×160) = A·B or, with add, c += A·B. With Tall, the product runs over rows
+// of the operands' tiles.
 template <int Tall> __device__ inline void product160(float (&c)[kColumns / 8][4], uint64_t x, uint64_t y, bool add) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %82, 0;\n"
                "wgmma.mma_async.sync.aligned.m64n160k16.f32.f16.f16 " REGISTERS_80 ", %80, %81, p, 1, 1, %83, %83;\n}\n"
@@ -48,7 +53,7 @@ template <int Tall> __device__ inline void product160(float (&c)[kColumns / 8][4
                : "l"(x), "l"(y), "r"((int)add), "n"(Tall));
 }
 
-// The block's part of the launch: its tile, of one of the matrices.
+// Place is the position of the block's tile, in one of the matrices.
 struct Place {
   int rank, row, column, matrix;
   __device__ explicit Place(const Params &p) : rank(blockIdx.x % kCluster) {
@@ -60,7 +65,7 @@ struct Place {
     row = (kCluster * rows + rank) * kRows;
     column = i * kColumns;
   }
-  // How many clusters it takes to the diagonal.
+  // clustersIn returns the number of clusters up to the diagonal in a row of clusters.
   __device__ static int clustersIn(const Params &p, int rows) {
     return (min(kCluster * kRows * (rows + 1), p.n) + kColumns - 1) / kColumns;
   }
@@ -77,7 +82,8 @@ template <bool Tall> struct Stages {
   __device__ uint32_t right(int i) const { return left(i) + LeftBytes; }
 };
 
-// What lies outside the matrices becomes zero. Of the right operand each block brings half of the columns or, if Tall, of the depth.
+// Copies the operands; elements outside the matrices become zero. Each block copies half of the
+// right operand's columns or, if Tall, half of its depth.
 template <bool Tall>
 __device__ inline void copyStages(const Params &p, const TensorMap &left, const TensorMap &right, const Stages<Tall> &m, const Place &at) {
   constexpr int half = (Tall ? kDepth : kColumns) / kCluster;
@@ -99,7 +105,7 @@ __device__ inline void copyStages(const Params &p, const TensorMap &left, const 
 
 template <bool Tall>
 __device__ inline void multiply(Accumulator<1, kColumns> &sums, const Params &p, const Stages<Tall> &m, int worker) {
-  constexpr uint32_t offset = 0x3ffff;  // of an address in the block: in front of it is the block's rank
+  constexpr uint32_t offset = 0x3ffff;  // an address within the block; the bits above are the block's rank
   constexpr int next = Tall ? 16 * 128 : 32;
   const int steps = (p.depth + kDepth - 1) / kDepth;
   hold(sums);
@@ -121,7 +127,8 @@ __device__ inline void multiply(Accumulator<1, kColumns> &sums, const Params &p,
 
 // ---- From the sums to memory ----
 
-// A lane's elements of c: pairs of columns in rows lane / 4 and 8 more of the warp's 16.
+// Addend holds a lane's elements of c: pairs of columns in rows lane / 4 and lane / 4 + 8 of the
+// warp's 16.
 struct Addend {
   uint32_t v[kColumns / 8][2];
   __device__ void load(const Params &p, const f16 *c, int row, int column) {
@@ -136,14 +143,15 @@ struct Addend {
   }
 };
 
-// The tile in shared memory, as it is and transposed; strides that no two of eight rows begin on the same banks.
+// Images is the tile in shared memory, both as it is and transposed. With these strides, any eight
+// consecutive rows start on different banks.
 struct Images {
   static constexpr int Stride = 2 * kColumns + 16, TurnedStride = 2 * kRows + 16;
   uint32_t tile;
   __device__ uint32_t turned() const { return tile + kRows * Stride; }
 };
 
-// The sums become alpha·sums + beta·c + delta·I, of which most products leave something out.
+// finish turns the sums into alpha·sums + beta·c + delta·I. Most products omit a term or two.
 __device__ inline void finish(Accumulator<1, kColumns> &sums, const Params &p, const Addend &addend, int row, int column) {
   const int lane = threadIdx.x % 32;
   if (p.alpha != 1 || p.c) {
@@ -165,7 +173,7 @@ __device__ inline void finish(Accumulator<1, kColumns> &sums, const Params &p, c
       if (row + e / 2 * 8 + lane / 4 == column + 8 * n + lane % 4 * 2 + e % 2) sums.c[0][n][e] += p.delta;
 }
 
-// Rounds a warp's 16 rows, from `row` of the tile on, into both images.
+// Rounds a warp's 16 rows, from `row` of the tile on, to both images.
 __device__ inline void leaveBoth(const Accumulator<1, kColumns> &sums, const Images &m, int row) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -183,9 +191,8 @@ __device__ inline void leaveBoth(const Accumulator<1, kColumns> &sums, const Ima
   }
 }
 
-// A warpgroup writes what it has left of an image, Rows by Columns that begin at d[row, column].
-// These are the elements below the diagonal or, of the transposed one, above it. The diagonal goes
-// with those below.
+// storeImage stores a warpgroup's part of an image, Rows by Columns, at d[row, column]: the
+// elements on and below the diagonal or, with Above, those above it from the transposed image.
 template <int Rows, int Columns, bool Above>
 __device__ inline void storeImage(const Params &p, f16 *d, uint32_t image, int stride, int row, int column) {
   constexpr int chunks = Columns / 8, count = Rows * chunks / 128;
@@ -205,7 +212,7 @@ __device__ inline void storeImage(const Params &p, f16 *d, uint32_t image, int s
       storeWords(to, v[i]);
       continue;
     }
-    // Of eight elements, those from `first` to before `last` are on the side wanted.
+    // The elements from `first` to before `last` are on the wanted side.
     const int first = Above ? max(0, r + 1 - c) : 0, last = Above ? 8 : min(8, r + 1 - c);
     if (r >= p.n || c >= p.n || first >= last) continue;
     if (last - first == 8) {
@@ -218,7 +225,7 @@ __device__ inline void storeImage(const Params &p, f16 *d, uint32_t image, int s
   }
 }
 
-// Waits for the other workers, or threads of the own warpgroup.
+// meetWorkers waits for both warpgroups, meetWarps for the threads of one.
 __device__ inline void meetWorkers() { asm volatile("bar.sync 1, %0;" ::"n"(128 * kWorkers) : "memory"); }
 __device__ inline void meetWarps(int worker) { asm volatile("bar.sync %0, 128;" ::"r"(2 + worker) : "memory"); }
 
@@ -230,9 +237,9 @@ template <bool Tall> __device__ inline void work(const Params &p, const Stages<T
   Accumulator<1, kColumns> sums;
   sums.clear();
   multiply(sums, p, m, worker);
-  const bool above = at.column > at.row + first + 63;  // the diagonal, all of it
+  const bool above = at.column > at.row + first + 63;  // entirely above the diagonal
   if (!above) finish(sums, p, addend, at.row + row, at.column);
-  meetWorkers();  // both are done with the stages
+  meetWorkers();  // both warpgroups are done with the stages
   if (above) return;
   const Images images{m.base};
   leaveBoth(sums, images, row);
@@ -246,7 +253,7 @@ template <bool Tall> __device__ inline void run(const Params &p, const TensorMap
   const Place at(p);
   const Stages<Tall> m(sharedAddress(shared));
   if (threadIdx.x == 0) {
-    m.ring.init(4 * kCluster * kWorkers);  // one of every warp
+    m.ring.init(4 * kCluster * kWorkers);  // one arrival per warp
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" ::"l"(&left), "l"(&right) : "memory");
   }
@@ -262,13 +269,14 @@ template <bool Tall> __device__ inline void run(const Params &p, const TensorMap
     takeRegisters<240>();
     work(p, m, at);
   }
-  meetCluster();  // the other blocks may still tell this one's barriers
+  meetCluster();  // the other block may still arrive at this block's barriers
 }
 
 #endif  // HOPPER
 }  // namespace gemm
 
-// Launch: for every matrix the clusters of Place, of 384 threads a block. Dynamic shared memory: see Stages.
+// Launch: the clusters of Place for every matrix, with 384 threads per block. Dynamic shared
+// memory: see Stages.
 #define DEFINE(name, tall)                                                                                             \
   extern "C" __global__ void __launch_bounds__(384, 1)                                                                 \
       name(const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap left,                             \

@@ -25,8 +25,8 @@ func newHopperRig(t *testing.T) *kerneltest.Rig {
 	return g
 }
 
-// scaled uploads n numbers of the normal distribution divided by √d, so that sums of d products are
-// like those.
+// scaledNormal uploads n normally distributed numbers divided by √d, so that sums of d products
+// have the same size as their terms.
 func scaledNormal(g *kerneltest.Rig, n, d int, t gpu.DType) (*kerneltest.Buffer, []float64) {
 	x := make([]float64, n)
 	for i := range x {
@@ -41,7 +41,7 @@ func TestSiLUProduct(t *testing.T) {
 		{515, 264, 1000}, {2100, 2056, 200}} {
 		rows, f, d := s[0], s[1], s[2]
 		types := []gpu.DType{kerneltest.Bf16, kerneltest.F16}
-		if rows > 1000 { // which makes blocks take several tiles
+		if rows > 1000 { // so that blocks take several tiles
 			types = types[:1]
 			if testing.Short() {
 				continue
@@ -110,7 +110,7 @@ func TestSiLUProduct(t *testing.T) {
 	}
 }
 
-// halves are the left and the right half of the rows of [a | b].
+// halves returns the left and right halves of the rows of [a | b].
 func halves(ab []float64, rows, f int) (a, b []float64) {
 	for r := range rows {
 		a = append(a, ab[2*r*f:][:f]...)
@@ -119,8 +119,8 @@ func halves(ab []float64, rows, f int) (a, b []float64) {
 	return a, b
 }
 
-// TestLaunches wants every kernel of the family launched with the parameters that it takes, in
-// clusters of two. Its shared memory is what a multiprocessor has at most.
+// TestLaunches checks that every kernel of the family is launched with the parameters it takes, in
+// clusters of two, and within the shared memory of a multiprocessor.
 func TestLaunches(t *testing.T) {
 	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	turned := RoPEProduct{Y: p, X: p, Weights: p, Angles: p, Rows: 6, Columns: 384, D: 464,
@@ -184,7 +184,7 @@ func TestLaunches(t *testing.T) {
 	}
 }
 
-// launched is the launches of a trace by kernel.
+// launched returns the launches of a trace by kernel.
 func launched(c *fake.Context) map[string][]gpu.LaunchConfig {
 	names := map[string][]gpu.LaunchConfig{}
 	for _, op := range c.Trace {
@@ -195,7 +195,8 @@ func launched(c *fake.Context) map[string][]gpu.LaunchConfig {
 	return names
 }
 
-// takes wants a variant on compute capability 9.0 alone, and after each change on none.
+// takes checks that ok has a variant only on compute capability 9.0, and has none after any of the
+// changes.
 func takes[T interface {
 	Variants(*kernel.Set) []kernel.Variant
 }](t *testing.T, ok T, changes ...func(*T)) {
@@ -243,7 +244,7 @@ func TestVariants(t *testing.T) {
 		func(a *StatisticsProduct) { a.Type = kerneltest.F32 })
 }
 
-// TestFiguresMatchSources wants the launchers' figures to be those of the kernels' sources.
+// TestFiguresMatchSources checks that the launchers' constants match the CUDA sources.
 func TestFiguresMatchSources(t *testing.T) {
 	for source, figures := range map[string][]string{
 		"gemm_hopper.cuh": {fmt.Sprintf("kRows = %d, kDepth = %d, kWorkers = 2, kCluster = %d;",

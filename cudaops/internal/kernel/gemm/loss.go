@@ -7,43 +7,46 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// LinearCrossEntropy computes the losses of the logits X·Wᵀ, as [crossentropy.Forward] does, and
-// what the gradients of X and W are products of. Logits are never stored. With Z[r] = Σ_i
-// exp(logits[r, i] − logits[r, Targets[r]]),
+// LinearCrossEntropy computes the losses of the logits X·Wᵀ, like [crossentropy.Forward], and the
+// factors of the products that give the gradients of X and W. Logits are never stored. With Z[r] =
+// Σ_i exp(logits[r, i] − logits[r, Targets[r]]),
 //
 //	Losses[r] = log Z[r],  Terms[r, i] = exp(logits[r, i] − logits[r, Targets[r]]) − Z[r]·[i = Targets[r]]
 //	Factors[r] = Scale[0]·Grad[0] / Z[r],  Scaled[r] = Factors[r]·X[r]
 //	dX[r] = Factors[r]·(Terms·W)[r],  dW = Termsᵀ·Scaled
 //
-// where a null Grad counts as 1. Of a row whose target is below 0 all four are 0. Rows whose Z
-// would be too large for that have the gradient of the logits without its scale in place of terms.
-// The scale is their factor. X and Scaled are [Rows, D], W [V, D] and Terms [Rows, V], bfloat16;
-// all others are float32. The rows may be some of a batch's: Scale is for the batch.
+// A null Grad counts as 1. If the target of a row is negative, all four results of the row are 0.
+// If Z is too large, Terms holds the unscaled gradient of the logits instead, and the factor is the
+// scale alone.
+//
+// X and Scaled are [Rows, D], W [V, D] and Terms [Rows, V], all bfloat16; the other arrays are
+// float32. The rows may be part of a batch; Scale applies to the whole batch.
 type LinearCrossEntropy struct {
 	Terms, Scaled, Factors, Losses gpu.Ptr
 	X, W                           gpu.Ptr
-	Targets                        gpu.Ptr // of int64
+	Targets                        gpu.Ptr // int64
 	Scale, Grad                    gpu.Ptr
-	Workspace                      gpu.Ptr // of WorkspaceBytes
+	Workspace                      gpu.Ptr // WorkspaceBytes bytes
 	Rows, V, D                     int
-	Type                           gpu.DType // of the matrices: bfloat16
+	Type                           gpu.DType // of the matrices; must be bfloat16
 	Variant                        kernel.Variant
 }
 
-// The shape of gemm_hopper_loss.cu: a tile's columns, stages and parts in which it is brought to
-// memory, and the bytes of a warp's panel. Of the other kernels: the rows of a block and its warps.
+// The shape of gemm_hopper_loss.cu: a tile's columns, the stages, the parts into which a tile is
+// divided for storing, and the bytes of a warp's panel. For its other kernels: the rows per block
+// and the warps per block.
 const (
 	lossColumns, lossStages, lossParts, lossTermBytes = 256, 4, 8, 16 * 128
 	lossRows, lossWarps                               = 32, 8
 )
 
-// Variants lists the variants that take the launch at addresses that are multiples of 16, or none: Hopper
-// has one for bfloat16 where V and D are multiples of 8.
+// Variants returns the variants that accept the launch if all addresses are multiples of 16. Hopper
+// has one for bfloat16 if V and D are multiples of 8.
 func (a LinearCrossEntropy) Variants(k *kernel.Set) []kernel.Variant {
 	return onHopper(k, fused, a.Type == gpu.BFloat16 && a.V%8 == 0 && a.D%8 == 0)
 }
 
-// Launch launches three kernels.
+// Launch enqueues three kernels.
 func (a LinearCrossEntropy) Launch(q *kernel.Queue) {
 	const unit = "gemm_hopper_loss"
 	shift := a.Workspace
@@ -63,25 +66,25 @@ func (a LinearCrossEntropy) Launch(q *kernel.Queue) {
 	q.Run(unit, "gemm_hopper_loss_finish", kernel.Cover(a.Rows, lossRows, 32*lossWarps), others)
 }
 
-// ScaleRows multiplies each row of X [Rows, D], bfloat16, by its factor, a float32, or sets it to 0
-// where that is 0. D is a multiple of 8.
+// ScaleRows multiplies each row of X [Rows, D], bfloat16, by its float32 factor. A factor of 0 sets
+// the row to 0, whatever it holds. D must be a multiple of 8.
 type ScaleRows struct {
 	X, Factors gpu.Ptr
 	Rows, D    int
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (p ScaleRows) Launch(q *kernel.Queue) {
 	q.Run("gemm_hopper_loss", "gemm_hopper_loss_scale",
 		kernel.Cover(p.Rows, lossWarps, 32*lossWarps), p.X, p.Factors, p.Rows, p.D)
 }
 
-// Tuning is that of [kernel.Tuned].
+// Tuning implements [kernel.Tuned].
 func (a LinearCrossEntropy) Tuning() (op, shape string) {
 	return "LinearCrossEntropy", fmt.Sprintf("%dx%dx%d %v", a.Rows, a.V, a.D, a.Type)
 }
 
-// WorkspaceBytes is the size of Workspace.
+// WorkspaceBytes returns the size of Workspace.
 func (a LinearCrossEntropy) WorkspaceBytes(gpu.DeviceInfo) int {
 	return 4 * a.Rows * (1 + kernel.CeilDiv(a.V, lossColumns))
 }
@@ -89,5 +92,5 @@ func (a LinearCrossEntropy) WorkspaceBytes(gpu.DeviceInfo) int {
 // WorkspaceField implements [kernel.Workspaced].
 func (a *LinearCrossEntropy) WorkspaceField() *gpu.Ptr { return &a.Workspace }
 
-// SetWay sets the variant in which the launch is computed.
+// SetVariant sets the variant chosen by tuning.
 func (a *LinearCrossEntropy) SetVariant(w kernel.Variant) { a.Variant = w }

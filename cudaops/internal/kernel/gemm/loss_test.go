@@ -14,7 +14,7 @@ import (
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// lossRig is a LinearCrossEntropy with random operands, and what it is to compute.
+// lossRig is a LinearCrossEntropy with random operands, and the data for its expected results.
 type lossRig struct {
 	*kerneltest.Rig
 	a                              LinearCrossEntropy
@@ -26,8 +26,8 @@ type lossRig struct {
 
 type lossShape struct{ Rows, V, D int }
 
-// newLoss uploads x with the given rows in place of random ones; logits have the standard deviation
-// 4.
+// newLoss returns a lossRig for the given targets. Random operands give logits with a standard
+// deviation of 4; rows, if any, replaces rows of x.
 func newLoss(g *kerneltest.Rig, s lossShape, ids []int, rows map[int][]float64) *lossRig {
 	l := &lossRig{Rig: g, ids: ids}
 	x := make([]float64, s.Rows*s.D)
@@ -55,7 +55,7 @@ func newLoss(g *kerneltest.Rig, s lossShape, ids []int, rows map[int][]float64) 
 	return l
 }
 
-// run returns the losses and the gradients of the logits.
+// run returns the losses and the gradient of the logits.
 func (l *lossRig) run() (losses, gradient []float64) {
 	l.Helper()
 	l.Must(l.Launch(l.Stream, l.a))
@@ -66,7 +66,7 @@ func (l *lossRig) run() (losses, gradient []float64) {
 	return l.Read(l.losses), gradient
 }
 
-// want is what run is to return.
+// want returns the expected results of run.
 func (l *lossRig) want() (losses, gradient []float64) {
 	rows, v, d := l.a.Rows, l.a.V, l.a.D
 	logits, normalizers := make([]float64, rows*v), make([]float64, 2*rows)
@@ -83,10 +83,9 @@ func (l *lossRig) want() (losses, gradient []float64) {
 	return losses, gradient
 }
 
-// near fails unless ‖got − want‖ is at most tol·‖want‖, and what rounding makes of each row. Where
-// a target is all but certain, its loss and gradients are differences of numbers near one, times
-// size, and much smaller. That comes of a single row of eight logits once in some two thousand
-// draws.
+// near fails the test unless ‖got − want‖ is at most tol·‖want‖ plus the rounding error of the
+// rows. If a target is almost certain, its loss and gradient are small differences of numbers near
+// 1, times size. With a single row of eight logits, that happens about once in 2000 draws.
 func (l *lossRig) near(what string, got, want []float64, tol, size float64) {
 	l.Helper()
 	norm := math.Sqrt(array.SumSquares(want))
@@ -134,8 +133,8 @@ func TestLinearCrossEntropy(t *testing.T) {
 	}
 }
 
-// TestLinearCrossEntropyShift wants the losses and gradients of logits that are all alike, however
-// large they are, to be those of zeros.
+// TestLinearCrossEntropyShift checks that if all logits of a row are equal, the losses and
+// gradients don't depend on their size.
 func TestLinearCrossEntropyShift(t *testing.T) {
 	g := newHopperRig(t)
 	s := lossShape{Rows: 130, V: 520, D: 512}
@@ -154,8 +153,8 @@ func TestLinearCrossEntropyShift(t *testing.T) {
 	require.Less(t, kerneltest.Distance(gradient, wantGrad), kerneltest.Backward(kerneltest.Bf16))
 }
 
-// Rows whose losses are too large for terms without a maximum, whose numbers are none, and that do
-// not count.
+// TestLinearCrossEntropyExtremes checks rows with losses that overflow terms without a maximum,
+// rows with NaN or infinite numbers, and rows that don't count.
 func TestLinearCrossEntropyExtremes(t *testing.T) {
 	g := newHopperRig(t)
 	s := lossShape{Rows: 140, V: 520, D: 512}
@@ -174,7 +173,7 @@ func TestLinearCrossEntropyExtremes(t *testing.T) {
 		ids[r] = g.Rand.IntN(s.V)
 	}
 
-	ids[73], ids[74], ids[75] = -1, -5, s.V // the last is refused elsewhere, and gives NaN
+	ids[73], ids[74], ids[75] = -1, -5, s.V // the last is rejected elsewhere; here it gives NaN
 	l := newLoss(g, s, ids, special)
 	losses, gradient := l.run()
 	known := slices.Clone(ids)

@@ -5,26 +5,29 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// NewtonSchulz is Muon's iteration, of X normalised, where products are known to be symmetric:
+// NewtonSchulz is Muon's iteration on a normalized X, using the symmetry of its products:
 //
 //	Steps times:  A = X·Xᵀ,  P = a·I + b·A + c·A²,  X ← P·X
 //
-// or for tall matrices A = Xᵀ·X, X ← X·P. All that is made of A commutes. So the next A can be had
-// without X, as P·A·P, and X is multiplied by the product of the P:
+// For tall matrices it computes A = Xᵀ·X and X ← X·P.
+//
+// All polynomials in A commute. The next A can therefore be computed without X, as P·A·P, and X
+// multiplied just once by the product of several P:
 //
 //	A = X·Xᵀ,  Q = I;   Together times:  P = a·I + b·A + c·A²,  Q ← Q·P,  A ← P·A·P;   X ← Q·X
 //
-// which for wide matrices takes less, since these products are of small squares. The identity is
-// behind Jack Zhang, Noah Amsel, Berlin Chen, Tri Dao, "Gram Newton-Schulz", 2026. What rounding
-// makes of the eigenvalues of A next to 0 grows like a² with every step, a² ≈ 12, until A is formed
-// anew. So up to three steps go together.
+// For wide matrices this takes less work, because the additional products are between small
+// squares. The identity underlies Jack Zhang, Noah Amsel, Berlin Chen, Tri Dao, "Gram
+// Newton-Schulz", 2026. Until A is recomputed from X, however, rounding errors in the eigenvalues
+// of A near 0 grow by a factor of a² ≈ 12 with every step, so at most three steps should go
+// together.
 //
-// Of types of 16 bits float16 is the one: numbers are at most some tens, and bfloat16 is eight
+// Of the 16-bit types, use float16: the numbers never exceed a few tens, and bfloat16 is eight
 // times as coarse.
 type NewtonSchulz struct {
-	// Batch matrices [Rows, Columns], one behind the other: X at first, and room for the next
+	// Batch consecutive matrices [Rows, Columns]: the initial X, and space for the next
 	X                    [2]gpu.Ptr
-	Squares              [4]gpu.Ptr // room for Batch matrices [N, N], N = min(Rows, Columns), each
+	Squares              [4]gpu.Ptr // space for Batch matrices [N, N] each, N = min(Rows, Columns)
 	Rows, Columns, Batch int
 	Steps, Together      int
 	Type                 gpu.DType
@@ -33,8 +36,8 @@ type NewtonSchulz struct {
 // The coefficients of the iteration's polynomial.
 const SchulzA, SchulzB, SchulzC = 3.4445, -4.7750, 2.0315
 
-// Symmetric is the products that are known to be symmetric, without their operands: that of
-// squares, and A's.
+// Symmetric returns the shapes of the symmetric products, without operands: the product of squares,
+// and the product of X with itself.
 func (a NewtonSchulz) Symmetric() (square, gram Symmetric) {
 	n := min(a.Rows, a.Columns)
 	square = Symmetric{Alpha: 1, N: n, Depth: n, Batch: a.Batch, Type: a.Type}
@@ -43,8 +46,8 @@ func (a NewtonSchulz) Symmetric() (square, gram Symmetric) {
 	return square, gram
 }
 
-// NewtonSchulzTogether is how many steps go together in a way that should be the fastest for one
-// matrix, 0 where cuBLASLt's products alone are faster.
+// NewtonSchulzTogether returns the number of steps that should be computed together for a single
+// matrix, or 0 if cuBLASLt's products alone should be faster.
 func NewtonSchulzTogether(rows, columns int) int {
 	switch side := min(rows, columns); {
 	case side < 1536: // too small for the kernel to fill the GPU
@@ -55,10 +58,11 @@ func NewtonSchulzTogether(rows, columns int) int {
 	return 3
 }
 
-// Segments is how often X is formed.
+// Segments returns the number of times X is multiplied.
 func (a NewtonSchulz) Segments() int { return kernel.CeilDiv(a.Steps, a.Together) }
 
-// Run has the squares multiplied by symmetric, and X by apply: y = q·x, or x·q for a tall x.
+// Run runs the iteration. It calls symmetric for products of squares and of X with itself, and
+// apply to compute y = q·x, or y = x·q if x is tall.
 func (a NewtonSchulz) Run(symmetric func(Symmetric), apply func(y, q, x gpu.Ptr)) {
 	square, first := a.Symmetric()
 	multiply := func(p Symmetric, d, left, right gpu.Ptr) {
@@ -92,14 +96,14 @@ func (a NewtonSchulz) Run(symmetric func(Symmetric), apply func(y, q, x gpu.Ptr)
 	}
 }
 
-// Symmetric computes products that are known to be symmetric, with sums in float32,
+// Symmetric computes products that are known to be symmetric, with float32 sums:
 //
 //	D = Alpha·Left·Rightᵀ + Beta·C + Delta·I
 //
-// for Batch triples of matrices, one behind the other: Left and Right are [N, Depth] or, if Tall,
-// stored as [Depth, N], C and D [N, N]. C may be null; where it is not, it is symmetric. D is none
-// of the operands, and symmetric to the bit: of the product what is on the diagonal and below is
-// computed.
+// It does so for Batch consecutive triples of matrices. Left and Right are [N, Depth] or, if Tall,
+// stored as [Depth, N]; C and D are [N, N]. C is symmetric, or null. D must not overlap an operand.
+//
+// Only the part of the product on and below the diagonal is computed, so D is exactly symmetric.
 type Symmetric struct {
 	D, Left, Right, C  gpu.Ptr
 	Alpha, Beta, Delta float64
@@ -108,19 +112,19 @@ type Symmetric struct {
 	Type               gpu.DType
 }
 
-// Variants lists the variants that take the launch at addresses that are multiples of 16, or none: Hopper
-// has one for float16 and multiples of 8.
+// Variants returns the variants that accept the launch if all addresses are multiples of 16. Hopper
+// has one for float16 if N and Depth are multiples of 8.
 func (a Symmetric) Variants(k *kernel.Set) []kernel.Variant {
 	return onHopper(k, kernel.Variant{Family: "half"},
 		a.Type == gpu.Float16 && a.N%8 == 0 && a.Depth%8 == 0)
 }
 
-// The columns of gemm_symmetric.cu's tiles, and its stages.
+// The columns of a tile of gemm_symmetric.cu, and its stages.
 const symmetricColumns, symmetricStages = 160, 5
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (a Symmetric) Launch(q *kernel.Queue) {
-	clusters := 0 // as gemm_symmetric.cu counts them
+	clusters := 0 // must match clustersIn in gemm_symmetric.cu
 	const rows = gemmCluster * gemmRows
 	for row := rows; row < a.N+rows; row += rows {
 		clusters += kernel.CeilDiv(min(row, a.N), symmetricColumns)

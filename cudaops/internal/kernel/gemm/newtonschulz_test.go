@@ -18,7 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// TestNewtonSchulzRun follows the products on the CPU, in float64.
+// TestNewtonSchulzRun executes the products on the CPU in float64.
 func TestNewtonSchulzRun(t *testing.T) {
 	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
 	for _, s := range [][2]int{{5, 5}, {4, 11}, {11, 4}} {
@@ -80,7 +80,7 @@ func TestNewtonSchulzRun(t *testing.T) {
 
 const productSpace = 32 << 20 // workspace of cuBLASLt
 
-// planned is what computes a product by the first of cuBLASLt's variants.
+// planned returns a function that computes a product with the first of cuBLASLt's plans.
 func planned(g *kerneltest.Rig, spec gpu.MatmulSpec, a, b, d gpu.Ptr) func(gpu.MatmulArgs) error {
 	g.Helper()
 	blas, err := g.Ctx.Blas()
@@ -94,7 +94,7 @@ func planned(g *kerneltest.Rig, spec gpu.MatmulSpec, a, b, d gpu.Ptr) func(gpu.M
 	}
 }
 
-// applied is the product with X that NewtonSchulz wants.
+// applied returns a function that computes the product with X for NewtonSchulz.Run.
 func applied(g *kerneltest.Rig, a NewtonSchulz) func(y, q, x gpu.Ptr) {
 	g.Helper()
 	tall := a.Rows > a.Columns
@@ -115,15 +115,15 @@ func applied(g *kerneltest.Rig, a NewtonSchulz) func(y, q, x gpu.Ptr) {
 	}
 }
 
-// TestNewtonSchulz wants less than half of the error that the iteration in bfloat16, with sums in
-// float32, has of such matrices.
+// TestNewtonSchulz checks that the error is less than half the error of the same iteration in
+// bfloat16 with float32 sums, for several kinds of matrices.
 func TestNewtonSchulz(t *testing.T) {
 	g := newHopperRig(t)
 	shapes, steps := [][3]int{{264, 264, 1}, {136, 520, 2}, {520, 136, 2}, {392, 1544, 1}}, 5
 	kinds := map[string]func(*rand.Rand, int, int) []float64{"normal": normalMatrix,
 		"rank 1": rankOne, "rank n over 8": lowRank,
 		"spread": spreadMatrix}
-	if testing.Short() { // racecheck takes a second for a product
+	if testing.Short() { // racecheck takes about a second per product
 		shapes, steps = [][3]int{{200, 136, 1}, {136, 152, 2}}, 2
 		maps.DeleteFunc(kinds, func(name string, _ func(*rand.Rand, int, int) []float64) bool {
 			return name != "normal"
@@ -202,8 +202,8 @@ func lowRank(r *rand.Rand, rows, columns int) []float64 {
 	return productOf(r, rows, columns, min(rows, columns)/8)
 }
 
-// spreadMatrix has rows and columns of very different sizes, and so singular values from 1 to about
-// 1e-6.
+// spreadMatrix returns a matrix with rows and columns of very different sizes, and therefore
+// singular values from 1 to about 1e-6.
 func spreadMatrix(r *rand.Rand, rows, columns int) []float64 {
 	x := normalMatrix(r, rows, columns)
 	for i := range x {
@@ -213,7 +213,7 @@ func spreadMatrix(r *rand.Rand, rows, columns int) []float64 {
 	return x
 }
 
-// coarseNewtonSchulz rounds to bfloat16 after every product.
+// coarseNewtonSchulz runs the iteration with rounding to bfloat16 after every product.
 func coarseNewtonSchulz(x []float64, rows, columns, steps int) []float64 {
 	round := func(x []float64) []float64 {
 		return kerneltest.Decode(kerneltest.Encode(x, kerneltest.Bf16), kerneltest.Bf16)

@@ -5,28 +5,28 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Product computes Y = X·W + C or with TransW Y = X·Wᵀ + C, and rounds once. X is [Rows, D] and W
-// [D, Columns], with TransW [Columns, D]. A null C is left out, and Y may be its memory.
+// Product computes Y = X·W + C or, with TransW, Y = X·Wᵀ + C, and rounds once. X is [Rows, D], W is
+// [D, Columns] or, with TransW, [Columns, D]. C may be null, or the same memory as Y.
 //
-// With Float8 it is Y = (ScaleX·ScaleWᵀ) ⊙ (X·Wᵀ) + C, with X and W of Float8E4M3, and ScaleX [Rows]
-// and ScaleW [Columns] of float32. X·Wᵀ is rounded before it is multiplied, and Y [Rows, Columns]
-// once more.
+// With Float8 it computes Y = (ScaleX·ScaleWᵀ) ⊙ (X·Wᵀ) + C, where X and W are Float8E4M3, and
+// ScaleX [Rows] and ScaleW [Columns] are float32. X·Wᵀ is rounded before it is scaled, and Y [Rows,
+// Columns] is rounded again.
 type Product struct {
 	Y, X, W, C       gpu.Ptr
-	ScaleX, ScaleW   gpu.Ptr // with Float8
+	ScaleX, ScaleW   gpu.Ptr // null without Float8
 	Rows, Columns, D int
 	TransW, Float8   bool
-	Type             gpu.DType // of Y and C, and without Float8 of X and W
+	Type             gpu.DType // of Y and C and, without Float8, of X and W
 }
 
 // The shape of gemm_hopper_plain.cu: the columns of a tile, the stages, and the bytes of a warp's
 // panels.
 const plainColumns, plainStages, plainWarpBytes = 256, 4, 2 * 16 * 128
 
-// Variants lists the variants that take the launch at addresses that are multiples of 16, or none. Hopper
-// has one for two-byte types where Columns and D are multiples of 8. With Float8 it takes TransW and
-// results of BFloat16, where they are multiples of 16 and D is more than 384. The number is the
-// columns of a tile.
+// Variants returns the variants that accept the launch if all addresses are multiples of 16. Hopper
+// has one for 2-byte types if Columns and D are multiples of 8. With Float8, it requires TransW and
+// BFloat16 results, Columns and D must be multiples of 16, and D must exceed 384. The variant's
+// size is the number of columns of a tile.
 func (a Product) Variants(k *kernel.Set) []kernel.Variant {
 	takes := a.Type.Size() == 2 && a.Columns%8 == 0 && a.D%8 == 0
 	if a.Float8 {
@@ -35,11 +35,11 @@ func (a Product) Variants(k *kernel.Set) []kernel.Variant {
 	return onHopper(k, kernel.Variant{Family: "hopper", Size: plainColumns}, takes)
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (a Product) Launch(q *kernel.Queue) {
 	d, shared := a.D, warpShared(plainColumns, plainStages, plainWarpBytes)
 	symbol, right := "nn", matrix(a.W, a.Columns, a.D, 64, gemmDepth)
-	if a.Float8 { // two are an element
+	if a.Float8 { // the copies treat pairs as one element
 		d, shared = d/2, shared+factorBytes(plainColumns)
 	}
 
@@ -57,7 +57,7 @@ func (a Product) Launch(q *kernel.Queue) {
 		symbol, added.ptr = symbol+"_add", a.C
 	}
 
-	result.stored = a.C != a.Y // else what is added would be lost
+	result.stored = a.C != a.Y // otherwise poisoning would destroy the input
 	gemmLaunch{unit: "gemm_hopper_plain", dtype: a.Type, shared: shared,
 		symbol:   "gemm_hopper_plain_" + symbol + kernel.Suffix(a.Type),
 		params:   kernel.Struct{a.ScaleX, a.ScaleW, a.Rows, a.Columns, d, gemmSection},

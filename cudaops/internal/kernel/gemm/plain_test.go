@@ -11,8 +11,8 @@ import (
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// matrix8 uploads a random matrix of float8 and factors of its rows, of sizes between 2⁻⁸ and 2⁸,
-// and returns its numbers with these.
+// matrix8 uploads a random float8 matrix and row factors between 2⁻⁸ and 2⁸ divided by √d. It also
+// returns the matrix multiplied by its factors.
 func matrix8(g *kerneltest.Rig, rows, d int) (x, scale gpu.Ptr, values []float64) {
 	g.Helper()
 	of, codes := g.Normal(rows*d, gpu.Float8E4M3, 0)
@@ -29,12 +29,13 @@ func matrix8(g *kerneltest.Rig, rows, d int) (x, scale gpu.Ptr, values []float64
 	return of.Ptr, b.Ptr, values
 }
 
-// TestProductFloat8 compares with float64, row by row, as rows are of different size.
+// TestProductFloat8 compares with float64. It does so row by row, because the rows have different
+// sizes.
 func TestProductFloat8(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range []Product{{Rows: 1, Columns: 16, D: 400},
 		{Rows: 5, Columns: 272, D: 528}, {Rows: 130, Columns: 1008, D: 512},
-		// the last has several tiles a block
+		// the last case has several tiles per block
 		{Rows: 257, Columns: 256, D: 768}, {Rows: 300, Columns: 784, D: 1104},
 		{Rows: 2100, Columns: 2608, D: 656}} {
 		if testing.Short() && s.Rows*s.Columns > 1e6 {
@@ -68,8 +69,8 @@ func testProductFloat8(g *kerneltest.Rig, s Product) {
 	})
 }
 
-// checkProduct has a product computed alone, with the numbers of c added, and in place of those. It
-// hands out each result, and wants the same bits twice.
+// checkProduct computes a product without C, with C, and in place. It passes each result to check,
+// and checks that repeated runs give the same bits.
 func checkProduct(g *kerneltest.Rig, a Product, c *kerneltest.Buffer, numbers []float64,
 	check func(what string, y *kerneltest.Buffer)) {
 	g.Helper()
@@ -96,12 +97,12 @@ func checkProduct(g *kerneltest.Rig, a Product, c *kerneltest.Buffer, numbers []
 	}
 }
 
-// TestProduct compares with float64, and wants a matrix to be added before anything is rounded.
+// TestProduct compares with float64, and checks that C is added before rounding.
 func TestProduct(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range []Product{{Rows: 1, Columns: 8, D: 8}, {Rows: 5, Columns: 264, D: 136},
 		{Rows: 130, Columns: 1000, D: 264}, {Rows: 257, Columns: 256, D: 768},
-		{Rows: 2100, Columns: 2600, D: 840}} { // the last has several tiles a block
+		{Rows: 2100, Columns: 2600, D: 840}} { // the last case has several tiles per block
 		if testing.Short() && s.Rows*s.Columns > 1e6 {
 			continue
 		}
@@ -150,9 +151,9 @@ func testProduct(g *kerneltest.Rig, s Product, dtype gpu.DType) {
 	})
 }
 
-// nearRows compares the rows of a product of float8, x·wᵀ, each by itself. Matrices x and w have d
-// columns. Rounding to bfloat16 may put a row off by 2⁻⁸ of its norm. Sums have fewer bits than
-// float32, which may cost 3·10⁻³ of ‖x‖‖w‖/√d, the norm of a row whose terms do not cancel.
+// nearRows compares each row of the float8 product x·wᵀ; x and w have d columns. Rounding to
+// bfloat16 may change a row by 2⁻⁸ of its norm. The sums have fewer bits than float32, which may
+// add an error of 3·10⁻³ of ‖x‖‖w‖/√d, the norm of a row without cancellation.
 func nearRows(g *kerneltest.Rig, what string, got, want, x, w []float64, d int) {
 	g.Helper()
 	columns := len(w) / d
@@ -173,7 +174,7 @@ func TestRoPEProductFloat8(t *testing.T) {
 	for _, s := range []struct{ batch, seq, heads, kvHeads, headDim, d int }{
 		{1, 1, 1, 1, 64, 400}, {3, 43, 3, 1, 64, 512}, {1, 257, 2, 2, 128, 656},
 		{2, 150, 12, 4, 64, 784},
-		{7, 300, 12, 12, 64, 528}, {3, 700, 8, 4, 128, 640}, // several tiles a block
+		{7, 300, 12, 12, 64, 528}, {3, 700, 8, 4, 128, 640}, // several tiles per block
 	} {
 		if testing.Short() && s.batch*s.seq > 1000 {
 			continue

@@ -7,23 +7,24 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// RoPEProduct computes Y = X·Weightsᵀ, of whose columns the first Turned are heads that RoPE turns:
-// X is [Rows, D], Weights [Columns, D], Y [Rows, Columns] and Angles a table of [RoPEAngles]. The
-// product is rounded before it is turned. With Float8 X and Weights are of Float8E4M3, and what
-// their rows are multiplied by, ScaleX [Rows] and ScaleWeights [Columns], is float32. The product
-// is rounded, then multiplied by them and turned.
+// RoPEProduct computes Y = X·Weightsᵀ and applies RoPE to the heads in the first Turned columns. X
+// is [Rows, D], Weights [Columns, D] and Y [Rows, Columns]; Angles is a table of [RoPEAngles]. The
+// product is rounded before it is rotated.
+//
+// With Float8, X and Weights are Float8E4M3 with the float32 scales ScaleX [Rows] and ScaleWeights
+// [Columns]. The product is rounded, scaled, and then rotated.
 type RoPEProduct struct {
 	Y, X, Weights, Angles gpu.Ptr
 	ScaleX, ScaleWeights  gpu.Ptr // null without Float8
 	Rows, Columns, D      int
-	Turned, Seq, HeadDim  int // row r has position r mod Seq
+	Turned, Seq, HeadDim  int // of Y and, without Float8, of X and Weights
 	Float8                bool
 	Type                  gpu.DType // of Y, and without Float8 of X and Weights
 	Variant               kernel.Variant
 }
 
-// RoPEAngles returns the table of a RoPEProduct: cosines and sines, [Seq, h] for heads of 2h
-// features. Their order is that in which gemm_hopper_rope.cu asks for them.
+// RoPEAngles returns the table for a RoPEProduct of cosines and sines, [Seq, h], for heads with 2h
+// features. Its order matches the reads of gemm_hopper_rope.cu.
 func RoPEAngles(cos, sin []float32, h int) []float32 {
 	table := make([]float32, RoPEAnglesLen(len(cos)/h, h))
 	for i := range cos {
@@ -33,35 +34,36 @@ func RoPEAngles(cos, sin []float32, h int) []float32 {
 	return table
 }
 
-// RoPEAnglesLen is the length of the table of seq positions.
+// RoPEAnglesLen returns the length of the table for seq positions.
 func RoPEAnglesLen(seq, h int) int { return 16 * 8 * kernel.CeilDiv(seq, 8) * kernel.CeilDiv(h, 8) }
 
-// RoPEAngleAt is where the table has the cosine of a pair at a position; the sine is 2 behind it.
+// RoPEAngleAt returns the index of the cosine of a pair at a position. The sine follows 2 elements
+// later.
 func RoPEAngleAt(position, pair, h int) int {
 	return 16*((position/8*kernel.CeilDiv(h, 8)+pair/8)*8+position%8) + pair%8/2*4 + pair%2
 }
 
-// Variants lists the variants that take the launch at addresses that are multiples of 16, or none.
-// Hopper has one for two-byte types. There D and Columns must be multiples of 8, and heads must
-// have 64, 96 or 128 features. With Float8 the type must be BFloat16. D and Columns must then be
-// multiples of 16, D must exceed 384, and heads must have 64 or 128 features.
+// Variants returns the variants that accept the launch if all addresses are multiples of 16. Hopper
+// has one for 2-byte types if D and Columns are multiples of 8 and heads have 64, 96 or 128
+// features. With Float8, the type must be BFloat16, D and Columns must be multiples of 16, D must
+// exceed 384, and heads must have 64 or 128 features.
 func (a RoPEProduct) Variants(k *kernel.Set) []kernel.Variant {
 	return onHopper(k, fused, turnedTiles[a.HeadDim].columns > 0 &&
 		a.Type.Size() == 2 && a.Columns%8 == 0 && a.D%8 == 0 &&
 		(!a.Float8 || a.HeadDim != 96 && float8Product(a.Columns, a.D, a.Type)))
 }
 
-// turnedTiles is the shape of gemm_hopper_rope.cu by the features of a head: the columns of a tile,
-// and the stages. A warp brings turnedRows rows to memory at once.
+// turnedTiles is the shape of gemm_hopper_rope.cu by head dimension: the columns of a tile and the
+// stages. A warp stores turnedRows rows at a time.
 var turnedTiles = map[int]struct{ columns, stages int }{64: {256, 4}, 96: {192, 5}, 128: {256, 4}}
 
 const turnedRows = 8
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (a RoPEProduct) Launch(q *kernel.Queue) {
 	tile, d, symbol := turnedTiles[a.HeadDim], a.D, "gemm_hopper_rope"
 	shared := warpShared(tile.columns, tile.stages, turnedRows*2*tile.columns)
-	if a.Float8 { // two are an element
+	if a.Float8 { // the copies treat pairs as one element
 		d, shared, symbol = d/2, shared+factorBytes(tile.columns), "gemm_hopper_rope_f8"
 	}
 
@@ -76,11 +78,11 @@ func (a RoPEProduct) Launch(q *kernel.Queue) {
 		}}.run(q)
 }
 
-// Tuning is that of [kernel.Tuned].
+// Tuning implements [kernel.Tuned].
 func (a RoPEProduct) Tuning() (op, shape string) {
 	return "RoPEProduct", fmt.Sprintf("%dx%dx%d, %d turned of %d, sequences of %d, %v", a.Rows,
 		a.Columns, a.D, a.Turned, a.HeadDim, a.Seq, a.Type) + kernel.With(a.Float8, "of float8")
 }
 
-// SetWay sets the variant in which the launch is computed.
+// SetVariant sets the variant chosen by tuning.
 func (a *RoPEProduct) SetVariant(w kernel.Variant) { a.Variant = w }

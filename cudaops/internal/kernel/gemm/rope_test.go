@@ -19,7 +19,7 @@ func TestRoPEProduct(t *testing.T) {
 	for _, s := range []struct{ batch, seq, heads, kvHeads, headDim, d int }{
 		{1, 1, 1, 1, 64, 8}, {3, 43, 3, 1, 64, 72}, {1, 257, 2, 2, 128, 264},
 		{5, 103, 4, 2, 128, 584}, {1, 515, 3, 1, 96, 200},
-		// several tiles a block
+		// several tiles per block
 		{2, 150, 12, 4, 64, 776}, {7, 300, 12, 12, 64, 520}, {3, 700, 8, 4, 128, 456},
 		{4, 531, 8, 8, 96, 520},
 	} {
@@ -35,7 +35,7 @@ func TestRoPEProduct(t *testing.T) {
 		}
 	}
 
-	for _, turned := range []int{0, 64, 320} { // nothing, and heads beside columns that are none
+	for _, turned := range []int{0, 64, 320} { // no rotation, and heads next to columns that are not heads
 		a := RoPEProduct{Rows: 140, Columns: 328, D: 456, Turned: turned, Seq: 35, HeadDim: 64,
 			Type: kerneltest.Bf16}
 		g.Scope(fmt.Sprintf("%d turned", a.Turned), func(g *kerneltest.Rig) {
@@ -81,8 +81,8 @@ func testRoPEProduct(g *kerneltest.Rig, a RoPEProduct) {
 	}
 }
 
-// turnedProduct gives a product random angles, and returns these and what it is to compute of x and
-// w.
+// turnedProduct gives a product random angles. It returns them along with the expected result for x
+// and w.
 func turnedProduct(g *kerneltest.Rig, a *RoPEProduct, x, w []float64) (cos, sin *kerneltest.Buffer,
 	want []float64) {
 	g.Helper()
@@ -106,7 +106,7 @@ func turnedProduct(g *kerneltest.Rig, a *RoPEProduct, x, w []float64) (cos, sin 
 	return cos, sin, want
 }
 
-// ropeAngles uploads the table of a RoPEProduct.
+// ropeAngles uploads the table for a RoPEProduct.
 func ropeAngles(g *kerneltest.Rig, cos, sin []float64, h int) gpu.Ptr {
 	var narrow [2][]float32
 	for i, wide := range [][]float64{cos, sin} {
@@ -124,8 +124,8 @@ func ropeAngles(g *kerneltest.Rig, cos, sin []float64, h int) gpu.Ptr {
 	return b.Ptr
 }
 
-// Every angle has a place of its own in the table. Four lanes that ask for those of a position find
-// them side by side.
+// TestRoPEAngles checks that every angle has a unique place in the table, such that the four lanes
+// that share a position read consecutive elements.
 func TestRoPEAngles(t *testing.T) {
 	for _, s := range []struct{ seq, h int }{{1, 2}, {8, 32}, {13, 48}, {40, 64}} {
 		cos, sin := make([]float32, s.seq*s.h), make([]float32, s.seq*s.h)
@@ -135,7 +135,7 @@ func TestRoPEAngles(t *testing.T) {
 		table := RoPEAngles(cos, sin, s.h)
 		for i := range cos {
 			position, pair := i/s.h, i%s.h
-			// of a warp's loads of 16 bytes
+			// index of a warp's 16-byte load
 			lane := 32*(position/8*kernel.CeilDiv(s.h, 8)+pair/8) + position%8*4 + pair%8/2
 			if at := 4*lane + pair%2; table[at] != cos[i] || table[at+2] != sin[i] {
 				t.Errorf("%+v, position %d, pair %d: %g and %g, want %g and %g", s, position, pair,

@@ -8,9 +8,10 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/attention"
 )
 
-// StatisticsProduct computes G = X·W, the gradient of an attention's result Y. It also leaves in
-// Workspace what an [attention.Statistics] of G, Y and Normalizers would. X is [Batch·Seq, D], W [D,
-// Heads·HeadDim], Y and G [Batch·Seq, Heads·HeadDim]. Normalizers are the forward pass's.
+// StatisticsProduct computes G = X·W, the gradient of an attention's result Y. It also prepares
+// Workspace like an [attention.Statistics] of G, Y and Normalizers. X is [Batch·Seq, D], W [D,
+// Heads·HeadDim], and Y and G are [Batch·Seq, Heads·HeadDim]. Normalizers come from the forward
+// pass.
 type StatisticsProduct struct {
 	G, X, W, Y, Normalizers, Workspace gpu.Ptr
 	attention.Geometry
@@ -23,15 +24,15 @@ type StatisticsProduct struct {
 // panels.
 const statsColumns, statsStages, statsWarpBytes = 256, 4, 2 * 16 * 128
 
-// Variants lists the variants that take the launch at addresses that are multiples of 16, or none: Hopper
-// has one for two-byte types, heads of 64 and 128, sequences of a multiple of 128 and a D that is a
-// multiple of 8. With a negative scale no backward pass begins with it.
+// Variants returns the variants that accept the launch if all addresses are multiples of 16. Hopper
+// has one for 2-byte types if heads have 64 or 128 features, Seq is a multiple of 128, and D is a
+// multiple of 8. With a negative scale no backward pass could use the result.
 func (a StatisticsProduct) Variants(k *kernel.Set) []kernel.Variant {
 	return onHopper(k, fused, a.Type.Size() == 2 && (a.HeadDim == 64 || a.HeadDim == 128) &&
 		a.Seq%attention.StatisticsTile == 0 && a.D%8 == 0 && a.Scale >= 0)
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (a StatisticsProduct) Launch(q *kernel.Queue) {
 	rows, columns := a.Batch*a.Seq, a.Heads*a.HeadDim
 	counters, n := a.Counters(a.Workspace)
@@ -49,11 +50,11 @@ func (a StatisticsProduct) Launch(q *kernel.Queue) {
 		}}.run(q)
 }
 
-// Tuning is that of [kernel.Tuned].
+// Tuning implements [kernel.Tuned].
 func (a StatisticsProduct) Tuning() (op, shape string) {
 	return "StatisticsProduct", fmt.Sprintf("%dx%d, %d heads of %d, depth %d, %v", a.Batch, a.Seq,
 		a.Heads, a.HeadDim, a.D, a.Type)
 }
 
-// SetWay sets the variant in which the launch is computed.
+// SetVariant sets the variant chosen by tuning.
 func (a *StatisticsProduct) SetVariant(w kernel.Variant) { a.Variant = w }

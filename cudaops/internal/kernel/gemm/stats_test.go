@@ -15,13 +15,14 @@ import (
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// TestStatisticsProduct compares with float64, and the bits of the product with those of one alone.
+// TestStatisticsProduct compares with float64, and checks that the product has the same bits as a
+// plain product.
 func TestStatisticsProduct(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range []struct{ batch, seq, heads, headDim, d int }{
 		{1, 128, 1, 64, 8}, {1, 128, 1, 128, 72}, {3, 128, 3, 64, 136}, {2, 256, 3, 128, 264},
 		{5, 384, 6, 64, 776}, {3, 640, 7, 128, 1096},
-		{7, 640, 40, 64, 520}, {7, 640, 20, 128, 584}, // several tiles a block
+		{7, 640, 40, 64, 520}, {7, 640, 20, 128, 584}, // several tiles per block
 	} {
 		if testing.Short() && s.batch*s.seq > 2000 {
 			continue
@@ -45,7 +46,7 @@ func testStatisticsProduct(g *kerneltest.Rig, a StatisticsProduct) {
 	pairs := make([]float64, 2*rows*a.Heads)
 	for i := range pairs {
 		pairs[i] = g.Rand.NormFloat64()
-		if i%2 == 0 { // some scores are large
+		if i%2 == 0 { // include large scores
 			pairs[i] *= []float64{1, 100, 1e4, 1e6, 1e8}[g.Rand.IntN(5)]
 		}
 	}
@@ -72,7 +73,7 @@ func testStatisticsProduct(g *kerneltest.Rig, a StatisticsProduct) {
 				of, position := r/a.Seq*a.Heads+h, r%a.Seq
 				i := of*a.Seq + position
 				for c := r*columns + h*a.HeadDim; c < r*columns+(h+1)*a.HeadDim; c++ {
-					sums[i] += got[c] * yr[c] // of the result as it is rounded
+					sums[i] += got[c] * yr[c] // of the rounded result
 				}
 				products[i] = all[(3*of+1)*a.Seq+position]
 				requireExponent(g, lr[2*i], lr[2*i+1], all[3*of*a.Seq+position],
@@ -97,7 +98,7 @@ func testStatisticsProduct(g *kerneltest.Rig, a StatisticsProduct) {
 	require.True(g, slices.Equal(g.Read(plain), bits), "the bits are not those of the product alone")
 }
 
-// requireExponent wants h and ρ to be those of the normalizer (m, log l), as exponent.cuh has them.
+// requireExponent checks that h and ρ match the normalizer (m, log l), as defined in exponent.cuh.
 func requireExponent(g *kerneltest.Rig, m, logL, h, rho float64) {
 	g.Helper()
 	log2e := float64(float32(math.Log2E))
@@ -116,8 +117,9 @@ func requireExponent(g *kerneltest.Rig, m, logL, h, rho float64) {
 		rho)
 }
 
-// TestStatisticsFormed wants the gradients of an attention that begins with what a product has left
-// for it to be near those of one that forms it, and the same bits if a kernel of its own has.
+// TestStatisticsFormed compares the gradients of attention backward passes that get their
+// statistics in different ways. With a separate statistics kernel the bits must be the same as with
+// the pass's own; with a StatisticsProduct they must be close.
 func TestStatisticsFormed(t *testing.T) {
 	g := newHopperRig(t)
 	for _, headDim := range []int{64, 128} {

@@ -9,8 +9,8 @@ import (
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// TestSymmetric multiplies matrices whose product is not symmetric, and wants what is below the
-// diagonal on both sides.
+// TestSymmetric multiplies matrices with an asymmetric product, and checks that both halves of the
+// result hold the part below the diagonal.
 func TestSymmetric(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range []Symmetric{{N: 8, Depth: 8, Batch: 1}, {N: 72, Depth: 520, Batch: 2},
@@ -43,7 +43,7 @@ func testSymmetric(g *kerneltest.Rig, s Symmetric) {
 	}
 
 	addend, cr := g.Upload(c, kerneltest.F16, 0)
-	wide := n // elements of a row of left and right
+	wide := n // elements per row of left and right
 	if !s.Tall {
 		wide = depth
 	}
@@ -97,13 +97,13 @@ func testSymmetric(g *kerneltest.Rig, s Symmetric) {
 	}
 }
 
-// TestSymmetricInTurn has products follow one another closely, each reading what the one before it
-// wrote.
+// TestSymmetricInTurn runs overlapping products, each reading the result of the preceding one, and
+// compares with separate runs.
 func TestSymmetricInTurn(t *testing.T) {
 	g := newHopperRig(t)
 	for _, n := range []int{264, 1304} {
 		g.Scope(fmt.Sprint(n), func(g *kerneltest.Rig) {
-			// products with it are as large as what is multiplied
+			// products with x are as large as the other factor
 			x, _ := scaledNormal(g, n*n, n, kerneltest.F16)
 			var want []float64
 			for apart := range 2 {

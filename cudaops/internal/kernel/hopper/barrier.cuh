@@ -1,5 +1,5 @@
-// Barriers in shared memory, and rings of slots that one thread fills and others free. A phase of a
-// barrier ends when `count` arrivals have come, and all bytes that were announced.
+// Barriers in shared memory, and rings of slots that one thread fills and other threads free. A
+// phase of a barrier ends after `count` arrivals, once all announced bytes have arrived.
 #pragma once
 #include "common.cuh"
 #include "target.cuh"
@@ -19,7 +19,7 @@ __device__ inline void barrierExpect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits for the end of a phase of this parity; on a new barrier parity 1 passes at once.
+// Waits for the end of the phase with this parity. On a new barrier, parity 1 returns immediately.
 __device__ inline void barrierWait(uint32_t barrier, int parity) {
   asm volatile(
       "{\n"
@@ -32,11 +32,12 @@ __device__ inline void barrierWait(uint32_t barrier, int parity) {
       : "memory");
 }
 
-// Orders what a thread has read or written in shared memory before what copies and products do there after its next arrival.
+// Orders this thread's accesses to shared memory before accesses by copies and products that start
+// after its next arrival.
 __device__ inline void fenceAsync() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A ring of Slots slots that the copier fills and the workers free, in shared memory at `barriers`.
-// Fill i goes into slot i % Slots, whose barriers these are.
+// Ring is a ring of Slots slots that the copier fills and the workers free, with its barriers in
+// shared memory at `barriers`. Fill i goes to slot i % Slots.
 template <int Slots> struct Ring {
   uint32_t barriers;
   static constexpr int bytes = 16 * Slots;
@@ -44,14 +45,15 @@ template <int Slots> struct Ring {
   __device__ uint32_t freed(int i) const { return filled(i) + 8; }
   __device__ static int slot(int i) { return i % Slots; }
 
-  // A slot is free again after so many arrivals.
+  // A slot is free after this many arrivals.
   __device__ void init(int arrivals) const {
     for (int i = 0; i < Slots; i++) {
       barrierInit(filled(i), 1);
       barrierInit(freed(i), arrivals);
     }
   }
-  // The copier waits for the slot of fill i to be free and announces that many bytes; they arrive at the returned barrier.
+  // Called by the copier. Waits until the slot of fill i is free, announces the given number of
+  // bytes, and returns the barrier that must receive them.
   __device__ uint32_t fill(int i, int bytes) const {
     waitFree(i);
     return announce(i, bytes);
@@ -62,8 +64,8 @@ template <int Slots> struct Ring {
     return filled(i);
   }
   __device__ void wait(int i) const { barrierWait(filled(i), i / Slots & 1); }
-  // Every worker's thread frees what it has read itself. It costs no more than an arrival for the
-  // whole warp. Tools that look for races follow no thread's reads through another's arrival.
+  // Every worker thread releases its own reads. This costs no more than one arrival per warp, and
+  // race checkers don't attribute a thread's reads to the arrival of another thread.
   __device__ void release(int i) const { barrierArrive(freed(i)); }
 };
 

@@ -1,14 +1,14 @@
-// Tiles as panels, and the copies of the tensor memory accelerator that fill them.
+// Tiles made up of panels, and the copies by the tensor memory accelerator that fill them.
 //
-// A tile of R rows by D columns (16-bit) is panels. Each has R rows of 64 columns or, where D is no
-// multiple of 64, of 32. A row of a panel is 128 or 64 bytes. Its 16-byte chunks are swizzled in
-// groups of eight rows, as both the copies and the products understand it. Tiles begin at multiples
-// of 1 KiB.
+// A tile of R rows and D columns (16-bit) consists of panels of R rows and 64 columns, or 32
+// columns if D is not a multiple of 64. A row of a panel therefore has 128 or 64 bytes. Its 16-byte
+// chunks are swizzled in groups of eight rows, in the pattern that both copies and products use.
+// Tiles start at multiples of 1 KiB.
 #pragma once
 #include "common.cuh"
 #include "target.cuh"
 
-// What the driver calls a CUtensorMap.
+// The driver's CUtensorMap.
 struct alignas(64) TensorMap {
   unsigned char opaque[128];
 };
@@ -22,7 +22,8 @@ template <int D> struct Panels {
 
 #ifdef HOPPER
 
-// Rows of one head go into a tile of Rows rows, 64 at a time; what lies outside the sequence or the head becomes zero.
+// Copies rows of one head to a tile of Rows rows, 64 at a time. Elements outside the sequence or
+// the head become zero.
 template <int D, int Rows>
 __device__ inline void copyTile(uint32_t tile, const TensorMap &map, uint32_t barrier, int row, int head, int batch) {
   using P = Panels<D>;

@@ -1,5 +1,5 @@
-// Registers: values that are the same in all lanes, and registers that one warpgroup gives up for
-// another.
+// Hints about registers: values that are the same in all lanes, and registers that one warpgroup
+// gives up for another.
 #pragma once
 #include "common.cuh"
 #include "target.cuh"
@@ -7,10 +7,12 @@
 #ifdef HOPPER
 namespace tile {
 
-// Tells the compiler that a value is the same in all lanes: what follows from it then costs no vector instructions.
+// Declares a value to be the same in all lanes, so that computations on it need no vector
+// instructions.
 __device__ inline int uniform(int v) { return __shfl_sync(kAllLanes, v, 0); }
 
-// A warpgroup's registers a thread: the copier gives up what the workers take.
+// Changes the number of registers per thread of a warpgroup. Workers can take only registers that
+// the copier gives up.
 template <int Registers> __device__ inline void takeRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
 }

@@ -1,4 +1,5 @@
-// HOPPER is defined where a kernel may use what only Hopper (sm_90a) has.
+// HOPPER is defined when compiling for sm_90a, where kernels may use instructions specific to
+// Hopper.
 #pragma once
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

@@ -1,4 +1,4 @@
-// Products that a warpgroup of four warps starts and waits for (wgmma).
+// Asynchronous matrix products by a warpgroup of four warps (wgmma).
 #pragma once
 #include "mma.cuh"
 #include "panel.cuh"
@@ -6,9 +6,9 @@
 #ifdef HOPPER
 namespace tile {
 
-// Where products find an operand: at an address in a tile of panels with so many bytes a row.
-// Panels are `across` bytes apart, which matters only where a product runs over rows. Plus moves it
-// by bytes.
+// Descriptor describes an operand of a product: an address in a tile of panels with RowBytes bytes
+// per row. `across` is the distance between panels in bytes, which matters only if the product runs
+// over rows. plus returns the descriptor moved by a number of bytes.
 template <int RowBytes = 128> struct Descriptor {
   uint32_t low;
   __device__ Descriptor(uint32_t address, int across) : low(address >> 4 | across >> 4 << 16) {}
@@ -37,9 +37,10 @@ template <int RowBytes = 128> struct Descriptor {
 #define OUTPUTS_48(m) SIXTEEN(m, 0), SIXTEEN(m, 4), SIXTEEN(m, 8)
 #define OUTPUTS_64(m) SIXTEEN(m, 0), SIXTEEN(m, 4), SIXTEEN(m, 8), SIXTEEN(m, 12)
 
-// setSS, addSS: c (64×N) = or += A·B with both in shared memory; addRS has A in registers. With TransposeB, the product runs
-// over 16 rows of B's tile, otherwise over 16 of its columns; TransposeA is the same for A. The operands' numbers come after
-// those of the registers of c.
+// setSS and addSS compute c (64×N) = A·B and c += A·B with both operands in shared memory; addRS
+// takes A in registers. With TransposeB, the product runs over 16 rows of B's tile; otherwise it
+// runs over 16 columns. TransposeA is the same for A. In the assembly, the operands are numbered
+// after the registers of c.
 #define DEFINE_SS(function, m, add, N, R, a, b, flag, transpose, T, name)                                      \
   template <int TransposeA, int TransposeB>                                                                    \
   __device__ inline void function(float (&c)[N / 8][4], uint64_t x, uint64_t y, T) {                           \
@@ -70,9 +71,8 @@ template <int RowBytes = 128> struct Descriptor {
 DEFINE_PRODUCTS(bf16, "bf16")
 DEFINE_PRODUCTS(f16, "f16")
 
-// Registers that products read or write may be touched by other instructions only before
-// productsBegin and after productsWait. hold keeps the compiler from moving such instructions
-// across.
+// Between productsBegin and productsWait, other instructions must not touch the registers that
+// products read or write. hold keeps the compiler from moving instructions into that range.
 __device__ inline void productsBegin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void productsCommit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int Pending> __device__ inline void productsWait() {
@@ -86,7 +86,7 @@ template <int N> __device__ inline void hold(Accumulator<1, N> &a) {
     for (int e = 0; e < 4; e++) asm volatile("" : "+f"(a.c[0][n][e])::"memory");
 }
 
-// A 64×K operand in registers: an accumulator, rounded.
+// Operand is a 64×K operand in registers: an accumulator, rounded.
 template <int K> struct Operand {
   uint32_t r[K / 16][4];
 
@@ -98,8 +98,8 @@ template <int K> struct Operand {
   }
 };
 
-// Starts c = A·Bᵀ or, to add, c += A·Bᵀ. A is 64 rows of a tile of ARows from aRow on, B all N rows
-// of another. Both have D columns.
+// startNT starts c = A·Bᵀ or, with Add, c += A·Bᵀ. A is 64 rows, from aRow on, of a tile of ARows
+// rows; B is all N rows of another tile. Both tiles have D columns.
 template <typename T, int D, int ARows, int N, bool Add = false>
 __device__ inline void startNT(Accumulator<1, N> &c, uint32_t aTile, int aRow, uint32_t bTile) {
   using P = Panels<D>;
@@ -115,7 +115,7 @@ __device__ inline void startNT(Accumulator<1, N> &c, uint32_t aTile, int aRow, u
   }
 }
 
-// Starts c += A·B for A in registers and the K rows of a tile with D columns.
+// startNN starts c += A·B, for A in registers and the K rows of a tile with D columns.
 template <typename T, int D, int K>
 __device__ inline void startNN(Accumulator<1, D> &c, const Operand<K> &a, uint32_t bTile) {
   constexpr int rowBytes = Panels<D>::rowBytes;
@@ -124,8 +124,8 @@ __device__ inline void startNN(Accumulator<1, D> &c, const Operand<K> &a, uint32
   for (int k = 0; k < K / 16; k++) addRS<1>(c.c[0], a.r[k], b.plus(k * 16 * rowBytes), T());
 }
 
-// Starts c += A·B. A is 64 rows, from aRow on, of a tile of ARows rows and 64 columns. B is the 64
-// rows of a tile with D columns.
+// startNN starts c += A·B. A is 64 rows, from aRow on, of a tile with 64 columns. B is the 64 rows
+// of a tile with D columns.
 template <typename T, int D>
 __device__ inline void startNN(Accumulator<1, D> &c, uint32_t aTile, int aRow, uint32_t bTile) {
   constexpr int rowBytes = Panels<D>::rowBytes;
@@ -135,8 +135,8 @@ __device__ inline void startNN(Accumulator<1, D> &c, uint32_t aTile, int aRow, u
   for (int k = 0; k < 4; k++) addSS<0, 1>(c.c[0], a.plus(k * 32), b.plus(k * 16 * rowBytes), T());
 }
 
-// Starts c = Aᵀ·B. A is a tile of K rows and 64 columns. B is 64 columns of another of K rows with
-// panels as D columns have.
+// startTN starts c = Aᵀ·B. A is a tile of K rows and 64 columns. B is 64 columns of a tile of K
+// rows and D columns.
 template <typename T, int D, int K> __device__ inline void startTN(Accumulator<1, 64> &c, uint32_t aTile, uint32_t bTile) {
   constexpr int rowBytes = Panels<D>::rowBytes;
   const Descriptor a(aTile, 16);

@@ -1,8 +1,9 @@
-// What every kernel is written with: storage types, 16-byte accesses, and reductions over warps and blocks.
+// Basics shared by all kernels: storage types, 16-byte accesses, and reductions over warps and
+// blocks.
 //
-// Numbers are stored as float, bfloat16 or half and computed with as float. Reductions add in an
-// order that depends on the launch's shape alone: no atomics on floating-point numbers. So the same
-// inputs give the same bits on every run.
+// Numbers are stored as float, bfloat16 or half, and computations use float. Reductions add in an
+// order that depends only on the launch's shape and never use atomics on floating-point numbers, so
+// the same inputs give the same bits on every run.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -12,14 +13,15 @@ using bf16 = __nv_bfloat16;
 using f16 = __half;
 using f32 = float;
 
-// FOR_STORAGE_TYPES(DEFINE) is DEFINE(f32) DEFINE(bf16) DEFINE(f16). A DEFINE(T) usually defines the extern "C" kernel
-// name_##T, by which the host finds it, with a call of the template that does the work.
+// FOR_STORAGE_TYPES(DEFINE) expands to DEFINE(f32) DEFINE(bf16) DEFINE(f16). A DEFINE(T) usually
+// defines an extern "C" kernel name_##T, which the host finds by its name, as a call of the
+// template that does the work.
 #define FOR_STORAGE_TYPES(DEFINE) DEFINE(f32) DEFINE(bf16) DEFINE(f16)
 
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// ---- Conversions: to storage, to nearest, ties to even ----
+// ---- Conversions; those to storage types round to nearest even ----
 
 __device__ __forceinline__ float toFloat(float v) { return v; }
 __device__ __forceinline__ float toFloat(bf16 v) { return __bfloat162float(v); }
@@ -39,10 +41,10 @@ template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16
   __device__ __forceinline__ void set(int i, float x) { v[i] = fromFloat<T>(x); }
 };
 
-// kVec is how many elements fill 16 bytes.
+// kVec is the number of elements in 16 bytes.
 template <class T> constexpr int kVec = 16 / sizeof(T);
 
-// Word is the widest type that moves n bytes evenly.
+// WordOf gives the widest type that divides n bytes evenly.
 template <int n> struct WordOf { using type = uint4; };
 template <> struct WordOf<8> { using type = uint2; };
 template <> struct WordOf<4> { using type = uint32_t; };
@@ -58,7 +60,8 @@ template <int N, class T> __device__ __forceinline__ Pack<T, N> load(const T* p)
   return r;
 }
 
-// loadOnce is load for data that this block does not read again: it leaves the L1 to what is shared, such as weights.
+// loadOnce is load for data that this block will not read again, such as weights. It bypasses L1,
+// which is left to shared data.
 template <int N, class T> __device__ __forceinline__ Pack<T, N> loadOnce(const T* p) {
   static_assert(sizeof(T) * N % 16 == 0, "16-byte accesses only");
   Pack<T, N> r;
@@ -80,9 +83,9 @@ template <int N, class T> __device__ __forceinline__ void store(T* p, const Pack
   for (int i = 0; i < words; i++) reinterpret_cast<Word*>(p)[i] = reinterpret_cast<const Word*>(&v)[i];
 }
 
-// copyAsync starts a copy of 16 bytes to shared memory, of zeros when not wanted; src must be a valid
-// address either way. commitAsync makes a group of the copies started since the last call.
-// awaitAsync<n> waits until at most the n latest groups of this thread are still on their way. Other
+// copyAsync starts a copy of 16 bytes to shared memory, or of zeros if not wanted; src must be a
+// valid address either way. commitAsync forms a group of the copies started since the last call.
+// awaitAsync<n> waits until at most the n latest groups of this thread are still in flight. Other
 // threads see the data after a barrier.
 __device__ __forceinline__ void copyAsync(void* dst, const void* src, bool wanted) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(dst))), "l"(src),
@@ -92,7 +95,7 @@ __device__ __forceinline__ void copyAsync(void* dst, const void* src, bool wante
 __device__ __forceinline__ void commitAsync() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int n> __device__ __forceinline__ void awaitAsync() { asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory"); }
 
-// aligned16 reports whether all pointers are multiples of 16 bytes; null is.
+// aligned16 reports whether all pointers are multiples of 16 bytes; a null pointer is.
 template <class... P> __device__ __forceinline__ bool aligned16(const P*... p) {
   return ((reinterpret_cast<uintptr_t>(p) | ...) & 15) == 0;
 }
@@ -104,25 +107,26 @@ struct Sum {
   __device__ static __forceinline__ float merge(float a, float b) { return a + b; }
 };
 
-// Max gives NaN when either side is NaN, so that none is hidden.
+// Max is NaN if either argument is NaN, so that NaNs are not hidden.
 struct Max {
   static constexpr float identity = -INFINITY;
   __device__ static __forceinline__ float merge(float a, float b) { return a > b || a != a ? a : b; }
 };
 
-// warpReduce gives every lane the reduction over a warp, all of whose lanes take part.
+// warpReduce returns the reduction over a warp in every lane. All lanes must take part.
 template <class Op> __device__ __forceinline__ float warpReduce(float v) {
 #pragma unroll
   for (int d = kWarp / 2; d > 0; d /= 2) v = Op::merge(v, __shfl_xor_sync(kAllLanes, v, d));
   return v;
 }
 
-// blockReduce gives every thread the reduction over a block of whole warps, all of whose threads take part.
+// blockReduce returns the reduction over a block of whole warps in every thread. All threads must
+// take part.
 template <class Op> __device__ __forceinline__ float blockReduce(float v) {
   __shared__ float partial[kWarp];
   int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   v = warpReduce<Op>(v);
-  __syncthreads();  // the previous call's readers are done with partial
+  __syncthreads();  // all threads have read the previous call's partial
   if (lane == 0) partial[warp] = v;
   __syncthreads();
   return warpReduce<Op>(lane < warps ? partial[lane] : Op::identity);

@@ -1,4 +1,4 @@
-// The exponential function to base two, as the special function unit computes it.
+// The base-2 exponential as computed by the special function unit.
 #pragma once
 #include "common.cuh"
 

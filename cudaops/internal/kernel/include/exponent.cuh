@@ -1,4 +1,4 @@
-// What the backward pass of attention makes of the normalizers that the forward pass leaves.
+// Conversion of the forward pass's normalizers for attention's backward pass.
 #pragma once
 #include "exp2.cuh"
 
@@ -6,14 +6,17 @@ namespace attention {
 
 using namespace tile;
 
-// With the normalizer (m, log l) of a query, the probability of a key of score s is
+// Exponent represents a query's normalizer (m, log l) so that the probability of a key with score s
+// is
 //
 //   exp(s − m)/l = ρ·2^(s·log₂e − h)
 //
-// where h is m·log₂e + log₂ l, rounded, and ρ makes up for the rounding. While |h| is below kPlain, ρ
-// is taken for 1 and stored as that. The probability is then off by less than 10⁻⁵, far less than by
-// its rounding to 16 bits. The last bit of h is set where ρ counts: a kernel that has no time to
-// multiply by ρ can do it in a branch that it seldom takes.
+// where h is m·log₂e + log₂ l, rounded, and ρ corrects for the rounding. If |h| < kPlain, ρ is
+// stored as 1; the error in the probability is then below 10⁻⁵, much less than the error of
+// rounding it to 16 bits.
+//
+// The last bit of h is set if ρ matters. A kernel with no time to multiply by ρ can then do so in a
+// branch that is rarely taken.
 struct Exponent {
   static constexpr float kPlain = 128;
   float h, rho;

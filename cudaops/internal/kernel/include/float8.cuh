@@ -1,17 +1,18 @@
-// Rows as float8 with a scale each, for products that take one for every row of their operands:
+// Conversion of rows to float8 with one scale per row, for products that take a scale for every row
+// of their operands:
 //
-//   scale = max|x| / 448,  y = x / scale in E4M3, whose largest number is 448
+//   scale = max|x| / 448,  y = x / scale in E4M3 (at most 448)
 //
-// A row of zeros has scale 1, and no scale is below 2⁻¹²⁶, whose inverse is still a number. If any x
-// is NaN so is the scale. If any is infinite the scale is too, and y is NaN there, so that no product
-// hides it.
+// A row of zeros has scale 1, and no scale is less than 2⁻¹²⁶, so that its inverse is finite. If
+// any x is NaN, the scale is NaN. If any x is infinite, the scale is infinite and that y is NaN, so
+// that no product hides it.
 #pragma once
 #include <cuda_fp8.h>
 #include "common.cuh"
 
 using f8 = __nv_fp8_storage_t;  // E4M3
 
-// Largest is NaN when either side is.
+// Largest is the larger argument, or NaN if either is NaN.
 struct Largest {
   static constexpr float identity = 0.0f;  // of magnitudes
   __device__ static __forceinline__ float merge(float a, float b) {
@@ -21,7 +22,7 @@ struct Largest {
   }
 };
 
-// Pairs moves between a type's elements and floats two at once.
+// Pairs converts two elements at a time between a type and float.
 template <class T> struct Pairs {
   using Word = float2;
   __device__ static __forceinline__ float2 floats(float2 w) { return w; }
@@ -50,7 +51,7 @@ template <class T, int N> __device__ __forceinline__ typename Pairs<T>::Word pai
   return reinterpret_cast<const typename Pairs<T>::Word*>(&p)[i];
 }
 
-// largest is the largest magnitude of a pack and what was seen before.
+// largest returns the largest magnitude among `before` and the elements of a pack.
 template <class T, int N> __device__ __forceinline__ float largest(float before, const Pack<T, N>& p) {
   using W = Pairs<T>;
   typename W::Word m = W::magnitudes(pair(p, 0));
@@ -60,7 +61,8 @@ template <class T, int N> __device__ __forceinline__ float largest(float before,
   return Largest::merge(before, Largest::merge(two.x, two.y));
 }
 
-// fourE4M3 is four numbers, the first in the lowest byte: to nearest even, and to ±448 where they are larger.
+// fourE4M3 converts four numbers, the first to the lowest byte. It rounds to nearest even and
+// clamps to ±448.
 __device__ __forceinline__ uint32_t fourE4M3(float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 890
   uint32_t bytes;
@@ -80,7 +82,7 @@ __device__ __forceinline__ uint32_t fourE4M3(float a, float b, float c, float d)
 #endif
 }
 
-// Scale is a row's.
+// Scale is the scale of a row, computed from its largest magnitude.
 struct Scale {
   float scale, inverse;
   __device__ __forceinline__ explicit Scale(float largest) {

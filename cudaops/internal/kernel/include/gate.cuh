@@ -1,5 +1,5 @@
-// The formulas of a gate of either kind, of one element. GELU's approximation by tanh is a SiLU of a polynomial, since
-// (1 + tanh u)/2 = σ(2u):  gelu(a) = a·σ(z),  z = k·a(1 + c·a²),  k = 2√(2/π).
+// Gates of both kinds, for a single element. The tanh approximation of GELU is a SiLU of a
+// polynomial, since (1 + tanh u)/2 = σ(2u):  gelu(a) = a·σ(z),  z = k·a(1 + c·a²),  k = 2√(2/π).
 #pragma once
 #include "silu.cuh"
 
@@ -9,7 +9,8 @@ template <class T> __device__ __forceinline__ float geluMul(float a, float b) {
   return a * sigmoid<T>(kGeluScale * a * fmaf(kGeluCubic * a, a, 1.0f)) * b;
 }
 
-// GELUGradient is h and the gradients of a and b for that of h: gelu' = σ(z)(1 + a(1 − σ(z))·k(1 + 3c·a²)).
+// GELUGradient computes h, and the gradients of a and b from dh, the gradient of h: gelu' = σ(z)(1
+// + a(1 − σ(z))·k(1 + 3c·a²)).
 template <class T> struct GELUGradient {
   float h, da, db;
   __device__ __forceinline__ GELUGradient(float dh, float a, float b) {
@@ -20,7 +21,7 @@ template <class T> struct GELUGradient {
   }
 };
 
-// Of a gate by its kind.
+// gateMul and GateGradient select the kind of gate at compile time.
 template <class T, bool GELU> __device__ __forceinline__ float gateMul(float a, float b) {
   return GELU ? geluMul<T>(a, b) : siluMul<T>(a, b);
 }

@@ -1,19 +1,20 @@
-// Rows held in registers, each by a few threads of a block.
+// Rows held in registers, each by a group of threads of a block.
 #pragma once
 #include "common.cuh"
 
-// kHeld is the most threads of a block whose threads hold rows in registers.
+// kHeld is the largest number of threads in a block that holds rows in registers.
 constexpr int kHeld = 512;
 
-// forget makes the compiler convert a pack to float again where it is next used, since holding both takes three times the
-// registers.
+// forget makes the compiler convert a pack to float again at its next use. Holding both forms would
+// take three times the registers.
 template <class V> __device__ __forceinline__ void forget(V& v) {
   unsigned* words = reinterpret_cast<unsigned*>(&v);
 #pragma unroll
   for (int i = 0; i < int(sizeof(V)) / 4; i++) asm volatile("" : "+r"(words[i]));
 }
 
-// groupReduce reduces over the blockDim.x threads that hold a row. A kernel calls it once for each Op.
+// groupReduce reduces over the blockDim.x threads that hold a row. A kernel may call it only once
+// per Op.
 template <class Op> __device__ __forceinline__ float groupReduce(float v) {
   __shared__ float parts[kHeld / kWarp];
   int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp, first = threadIdx.y * warps;

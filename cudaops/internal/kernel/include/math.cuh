@@ -1,5 +1,6 @@
-// Functions that are only as exact as the storage type shows. For two-byte types they use the hardware's approximations, whose
-// error is a hundredth of a rounding to bfloat16, and several times fewer instructions.
+// Functions that are only as accurate as the storage type requires. For 2-byte types they use the
+// hardware's approximations, which take several times fewer instructions and have an error of about
+// 1/100 of the rounding to bfloat16.
 #pragma once
 #include "common.cuh"
 

@@ -1,4 +1,5 @@
-// Products of tiles by the tensor cores of a warp (mma.sync), on an A100 and later.
+// Matrix products of tiles by the tensor cores of a warp (mma.sync), for compute capability 8.0 and
+// later.
 #pragma once
 #include "tile.cuh"
 
@@ -41,8 +42,9 @@ __device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t 
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// An accumulator of a warp: 16·M rows by N columns. A lane holds, of every 16×8 piece, the columns
-// 2·(lane%4) and the next. Elements 0 and 1 are of row lane/4, elements 2 and 3 of lane/4 + 8.
+// Accumulator is a warp's accumulator of 16·M rows and N columns. In every 16×8 piece a lane holds
+// columns 2·(lane%4) and 2·(lane%4)+1, with elements 0 and 1 in row lane/4 and elements 2 and 3 in
+// row lane/4 + 8.
 template <int M, int N> struct Accumulator {
   float c[M][N / 8][4];
 
@@ -55,7 +57,7 @@ template <int M, int N> struct Accumulator {
         for (int e = 0; e < 4; e++) c[m][n][e] = 0;
   }
 
-  // += A·Bᵀ for A, rows aRow... of a tile, and B, rows bRow... of another; both have D columns.
+  // Adds A·Bᵀ, for rows aRow... of tile A and rows bRow... of tile B, which have D columns each.
   template <typename T, int D> __device__ void addNT(uint32_t aTile, int aRow, uint32_t bTile, int bRow) {
     int lane = threadIdx.x % 32;
     int ar = aRow + lane % 16, br = bRow + lane % 8 + lane / 16 * 8;
@@ -77,8 +79,8 @@ template <int M, int N> struct Accumulator {
     }
   }
 
-  // += A·B for A in registers and B, rows bRow... of a tile with N columns; A's accumulator layout is just that of an
-  // operand, once rounded.
+  // Adds A·B, for A in registers and rows bRow... of a tile B with N columns. Once rounded, an
+  // accumulator has the register layout of an operand.
   template <typename T, int K> __device__ void addNN(const Accumulator<M, K> &a, uint32_t bTile, int bRow) {
     int lane = threadIdx.x % 32;
     int br = bRow + lane % 16;
@@ -103,7 +105,8 @@ template <int M, int N> struct Accumulator {
     }
   }
 
-  // Writes the accumulator times a factor for each row half, f[m][lower], into rows row... of a tile with N columns.
+  // Writes the accumulator, times a factor f[m][half] for each row, to rows row... of a tile with N
+  // columns.
   template <typename T> __device__ void roundTo(uint32_t tile, int row, const float (&f)[M][2]) const {
     int lane = threadIdx.x % 32;
 #pragma unroll

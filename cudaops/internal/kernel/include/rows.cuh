@@ -1,13 +1,15 @@
-// Going over long rows with a block each, and the softmax's sum.
+// Loops over long rows, one block per row, and sums for the softmax.
 #pragma once
 #include "math.cuh"
 
-// Launch of kernels over rows: a block a row, of as many threads as the row is worth, at most kThreads. Two such blocks fit on
-// a multiprocessor: while one reduces the other reads, and the rows of all of them fit in L2.
+// The largest number of threads in a block of these kernels. A launch uses one block per row, with
+// no more threads than the row can occupy. Two such blocks fit on a multiprocessor, so one can read
+// while the other reduces, and the rows of all running blocks fit in L2.
 constexpr int kThreads = 512;
 
-// forRow calls f(i, pack) for the packs of a row of v elements, one element a pack unless the row is aligned for more.
-// The thread's accesses lie a block's width apart, U of them in flight.
+// forRow calls f(i, pack) for the packs of a row of v elements. A pack is a single element unless
+// the row is aligned for more. A thread's accesses are a block's width apart, with U accesses in
+// flight.
 template <class T, class F> __device__ __forceinline__ void forRow(const T* row, int v, F f) {
   constexpr int N = kVec<T>, U = 4;
   int done = 0;
@@ -28,7 +30,7 @@ template <class T, class F> __device__ __forceinline__ void forRow(const T* row,
   for (int i = done + threadIdx.x; i < v; i += blockDim.x) f(i, load<1>(row + i));
 }
 
-// fetch and put move a pack, at once where the address allows it.
+// fetch and put move a pack, in one access if the address allows it.
 template <int N, class T> __device__ __forceinline__ Pack<T, N> fetch(const T* x, bool together) {
   if (together || N == 1) return load<N>(x);
   Pack<T, N> p;
@@ -45,11 +47,12 @@ template <class T, int N> __device__ __forceinline__ void put(T* y, const Pack<T
     for (int j = 0; j < N; j++) y[j] = p.v[j];
 }
 
-// RowSum is the largest of the numbers seen so far and the sum of their exponentials, relative to it as Shifted<T> forms them.
+// RowSum holds the largest of the numbers seen so far and the sum of their exponentials relative to
+// it, as computed by Shifted<T>.
 template <class T> struct RowSum {
   float max = -INFINITY, sum = 0;
 
-  // The maximum passes NaN over, the sum does not.
+  // The maximum ignores NaN, but the sum does not.
   template <int N> __device__ __forceinline__ void add(const Pack<T, N>& p) {
     float m = p.get(0);
 #pragma unroll
@@ -63,14 +66,15 @@ template <class T> struct RowSum {
     for (int j = 0; j < N; j++) sum += e.exp(p.get(j));
   }
 
-  // Gives all threads of the block the sum over all of them.
+  // Combines the sums of all threads of the block, and leaves the result in each thread.
   __device__ __forceinline__ void reduce() {
     float all = blockReduce<Max>(max);
     sum = blockReduce<Sum>(max == -INFINITY ? sum : sum * ratio(max, all));
     max = all;
   }
 
-  // log Σ exp(x − max). The sum is not quite that where Shifted rounds the maximum times log₂e.
+  // Returns log Σ exp(x − max). The sum itself differs slightly, because Shifted rounds the product
+  // of the maximum and log₂e.
   __device__ __forceinline__ float log() const {
     constexpr float kLn2 = 0.693147181f;
     float moved = 0;
@@ -79,8 +83,8 @@ template <class T> struct RowSum {
   }
 
  private:
-  // What brings a sum relative to one maximum to another. It goes by the shifts as they are rounded: exponentials with different
-  // shifts could otherwise not be added up.
+  // ratio returns the factor that converts a sum relative to one maximum into a sum relative to
+  // another. It uses the rounded shifts, since only exponentials with the same shift can be added.
   __device__ __forceinline__ static float ratio(float from, float to) {
     const float d = Shifted<T>(from).shift - Shifted<T>(to).shift;
     if constexpr (sizeof(T) == 2) return exp2Approximate(d);

@@ -1,10 +1,10 @@
-// The formulas of a SiLU gate, of one element.
+// A SiLU gate, for a single element.
 #pragma once
 #include "math.cuh"
 
 template <class T> __device__ __forceinline__ float siluMul(float a, float b) { return a * sigmoid<T>(a) * b; }
 
-// SiLUGradient is h and the gradients of a and b for that of h.
+// SiLUGradient computes h, and the gradients of a and b from dh, the gradient of h.
 template <class T> struct SiLUGradient {
   float h, da, db;
   __device__ __forceinline__ SiLUGradient(float dh, float a, float b) {

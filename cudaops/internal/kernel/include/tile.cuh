@@ -1,12 +1,12 @@
-// Tiles in shared memory: where their elements lie, and how they come and go.
+// Tiles in shared memory: their layout, and loads and stores.
 #pragma once
 #include "common.cuh"
 
 namespace tile {
 
-// Tiles in shared memory hold D elements (16-bit) a row, as chunks of 16 bytes. Chunk c of row r lies
-// where chunk c ^ (r % 8) would. So eight rows of one chunk, which is what ldmatrix reads, fall on
-// different banks.
+// chunkAt returns the address of a chunk. A tile holds D elements (16-bit) per row, in chunks of 16
+// bytes. Chunk c of row r is stored at position c ^ (r % 8), so that the chunks of eight rows that
+// ldmatrix reads together are in different banks.
 template <int D> __device__ inline uint32_t chunkAt(uint32_t tile, int row, int chunk) {
   return tile + row * (D * 2) + ((chunk ^ (row & 7)) << 4);
 }
@@ -25,7 +25,8 @@ __device__ inline void copyCommit() { asm volatile("cp.async.commit_group;"); }
 
 template <int N> __device__ inline void copyWait() { asm volatile("cp.async.wait_group %0;" ::"n"(N)); }
 
-// Starts the copy of Rows rows of one head, of which `rows` exist; other rows and columns from headDim on become zero.
+// Starts copying Rows rows of one head. Rows from `rows` on and columns from headDim on become
+// zero.
 template <typename T, int D, int Rows, int Threads>
 __device__ inline void loadTile(uint32_t tile, const T *from, int64_t stride, int rows, int headDim) {
   constexpr int chunks = D / 8, step = Threads / chunks;
@@ -46,12 +47,13 @@ __device__ inline void loadWords(uint32_t *v, uint32_t address) {
                : "r"(address));
 }
 
-// One store, where the compiler would make four of an assignment.
+// Stores 16 bytes at once; the compiler would split an assignment into four stores.
 __device__ inline void storeWords(void *to, const uint32_t (&v)[4]) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 
-// One warp writes Rows rows of its tile from shared memory: 16 bytes a lane, whole rows at a time.
+// Writes Rows rows of a warp's tile in shared memory to global memory: 16 bytes per lane, whole
+// rows at a time.
 template <typename T, int D, int Rows>
 __device__ inline void storeRows(uint32_t tile, int tileRow, T *to, int64_t stride, int rows, int headDim) {
   constexpr int chunks = D / 8, step = 32 / chunks;
@@ -69,12 +71,13 @@ __device__ inline void loadPair(float (&v)[2], uint32_t address) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(address));
 }
 
-// Rows of 96 columns, 192 bytes: eight rows of one chunk fall on different banks if every second row changes the order.
+// Rows of 96 columns have 192 bytes. The chunks of eight rows are in different banks if the order
+// changes with every second row.
 template <> __device__ inline uint32_t chunkAt<96>(uint32_t tile, int row, int chunk) {
   return tile + row * 192 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
-// One warp writes Rows rows of its tile of results from shared memory: storeRows for any number of columns.
+// Like storeRows, for any number of columns.
 template <typename T, int D, int Rows>
 __device__ inline void storeResult(uint32_t tile, int tileRow, T *to, int64_t stride, int rows, int headDim) {
   constexpr int chunks = D / 8;

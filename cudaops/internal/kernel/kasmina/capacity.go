@@ -7,29 +7,29 @@ import (
 	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
-// What kasmina_capacity.cu is written with, and how much memory it gets.
+// Constants of kasmina_capacity.cu, and limits on its memory.
 const (
 	mixThreads    = 256
-	mixSums       = 4096     // floats that groups of threads need to add up their sums
-	mixSharedMost = 96 << 10 // bytes of shared memory, which every GPU has
-	mixLeast      = 16       // rows at a time for which weights are kept in shared memory
-	mixPartials   = 16 << 20 // floats of partial sums
-	mixSpread     = 64       // parts of the rows, if a few seeds mix
-	mixTile       = 256      // rows at a time at most
+	mixSums       = 4096     // floats of shared memory for adding up the sums of groups of threads
+	mixSharedMost = 96 << 10 // bytes of shared memory; available on every GPU
+	mixLeast      = 16       // rows at a time needed to keep weights in shared memory
+	mixPartials   = 16 << 20 // limit on floats of partial sums
+	mixSpread     = 64       // parts of the rows if few seeds mix features
+	mixTile       = 256      // limit on rows at a time
 	mixUnit       = "kasmina_capacity"
 )
 
-// mixing is how a layer of wide slots is cut up, and the workspace that it takes for that.
+// mixing describes how the kernels for wide slots divide a layer, and holds their workspace.
 type mixing struct {
 	m, tile, parts, mixShared int
 	resident                  bool // weights are in shared memory
-	// weights of as many columns as a chunk has, and the gradients of what uses these
+	// the first Chunk weights of each slot, for pointwise kinds, and their gradients
 	narrowWeights, dweights, dscales gpu.Ptr
 	partialWeights, partialScales    gpu.Ptr // sums over parts of the rows
 }
 
-// newMixing cuts up a layer. A backward pass has two arrays of a chunk's columns in shared memory,
-// and two of m, a forward pass one.
+// newMixing divides a layer. In shared memory, a backward pass has two arrays with a chunk's
+// columns and two with m columns; a forward pass has one of each.
 func newMixing(d gpu.DeviceInfo, l Layer, backward bool, c *kernel.Carve) (g mixing) {
 	arrays := 1 + int(kernel.Bit(backward))
 	g.m = blueprints.Mixing(l.Chunk, l.Width)
@@ -68,11 +68,11 @@ func newMixing(d gpu.DeviceInfo, l Layer, backward bool, c *kernel.Carve) (g mix
 	return g
 }
 
-// mixPadded is padded of kasmina_capacity.cu.
+// mixPadded must match padded in kasmina_capacity.cu.
 func mixPadded(n int) int { return kernel.CeilDiv(n, 4) * 4 }
 
-// narrow copies the weights that kinds use which have as many as a chunk has columns: those of the
-// pass from then on.
+// narrow copies the first Chunk weights of each wide slot to a compact array, which replaces
+// p.Weights for the pointwise kinds.
 func (p *pass) narrow(c *kernel.Carve) {
 	p.mixing = newMixing(p.Info, p.Layer, p.use.backward, c)
 	n, wide := p.State.Slots*p.Chunk, p.Weights
@@ -81,8 +81,8 @@ func (p *pass) narrow(c *kernel.Carve) {
 		8*p.Info.SMs), mixThreads), p.Weights, wide, int64(n), p.Chunk, p.Width)
 }
 
-// mix launches a kernel whose blocks take seeds and parts of the rows in turn: that for where the
-// weights are.
+// mix launches a kernel with blocks that loop over seeds and parts of the rows, in the variant for
+// weights in shared or in global memory.
 func (p *pass) mix(name string, args ...any) {
 	if p.resident {
 		name += "_near"
@@ -95,7 +95,7 @@ func (p *pass) mix(name string, args ...any) {
 	p.RunAll(mixUnit, name, c, args...)
 }
 
-// mixFields are those of Mixing of kasmina_capacity.cu.
+// mixFields returns a Mixing of kasmina_capacity.cu.
 func (p *pass) mixFields(weights gpu.Ptr, vectors, clip bool) kernel.Struct {
 	st := p.State
 	limit, large := p.bounds(clip)

@@ -14,7 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
-// spread makes the weights of normal inputs' hidden features those that give normal results.
+// spread scales the weights so that normally distributed inputs give results of about the same
+// size.
 func (r *kasminaRun) spread() {
 	for i := range r.weights {
 		r.weights[i] = float64(float32(r.weights[i] / math.Sqrt(float64(r.chunk))))
@@ -26,9 +27,9 @@ func (r *kasminaRun) spread() {
 	r.Must(r.Ctx.CopyToDevice(r.layer.Weights, gpu.Bytes(raw), r.Stream))
 }
 
-// TestKasminaCapacity has lattices of all stages and kinds, whose slots have room for some hidden
-// features and some weights that nobody uses. Chunks and hidden features fill tiles or do not, and
-// fit into shared memory or do not.
+// TestKasminaCapacity checks lattices of all stages and kinds, with slots that have room for some
+// hidden features and some unused weights. Chunks and hidden features fill tiles or don't, and
+// weights fit in shared memory or don't.
 func TestKasminaCapacity(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	shapes := [][5]int{ // rows, seeds, chunk, slots, width
@@ -61,8 +62,8 @@ func TestKasminaCapacity(t *testing.T) {
 	}
 }
 
-// TestKasminaCapacityExtremes has very large numbers, which the adaptive mode evaluates scaled down
-// where it may. It also has blueprints of NaN: at α = 0 they have no part in anything.
+// TestKasminaCapacityExtremes checks very large numbers, which the adaptive mode scales down for
+// evaluation where it can, and weights of NaN, which must not affect anything at α = 0.
 func TestKasminaCapacityExtremes(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, dt := range []gpu.DType{kerneltest.F32, kerneltest.Bf16} {
@@ -103,7 +104,7 @@ func TestKasminaCapacityExtremes(t *testing.T) {
 	}
 }
 
-// TestKasminaMixing needs no GPU.
+// TestKasminaMixing checks how Encode lists seeds that mix features. It needs no GPU.
 func TestKasminaMixing(t *testing.T) {
 	const mlp, rank = blueprints.ChunkMLP, blueprints.LowRank
 	seeds := []seed.Seed{
@@ -116,7 +117,7 @@ func TestKasminaMixing(t *testing.T) {
 
 	st := State{Seeds: len(seeds), Slots: 4, Wide: true}
 	raw := make([]byte, st.Bytes())
-	for range 2 { // into what the first left
+	for range 2 { // the second time over existing contents
 		require.NoError(t, st.Encode(raw, func(i int) seed.Seed { return seeds[i] }))
 	}
 

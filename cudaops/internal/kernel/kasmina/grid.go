@@ -9,41 +9,41 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// What kasmina.cu and kasmina_backward.cu leave in records, and RowPartial of kasmina_rows.cu, in
-// bytes.
+// Sizes in bytes of the records of kasmina.cu and kasmina_backward.cu and of RowPartial in
+// kasmina_rows.cu, and constants of these files.
 const (
 	forwardRecord  = 32
 	backwardRecord = 48
 	rowPartial     = 72
 	blockThreads   = 256
-	mostBlocks     = 4 // a multiprocessor at most
+	mostBlocks     = 4 // limit on blocks per multiprocessor
 	mergeThreads   = 256
-	mostRowParts   = 1024 // of the rows for kasmina_rows.cu at most
+	mostRowParts   = 1024 // limit on parts of the rows in kasmina_rows.cu
 	ringAhead      = 3
 )
 
-// grid is how a layer is cut up for a launch.
+// grid describes how a layer is divided for a launch.
 type grid struct {
-	shape       string // of those in kasmina_feed.cuh
-	ring        bool   // rows come through shared memory, each thread's own
-	arrays      int    // that are read
-	batch       int    // rows
-	perThread   int    // columns
-	each, units int    // columns of a unit, and how many there are
+	shape       string // one of the shapes in kasmina_feed.cuh
+	ring        bool   // rows pass through each thread's own part of shared memory
+	arrays      int    // number of arrays read
+	batch       int    // rows per batch
+	perThread   int    // columns per thread
+	each, units int    // columns per unit, and number of units
 	use         usage
-	// threads that share a chunk, and form its norm; 0 where they are not all in one warp
+	// threads that share a chunk and compute its norm; 0 if they are not all in one warp
 	sharing      int
-	used         int // threads of a warp that have columns, in each of its rows
-	tiles        int // blocks for the columns of a row
-	across, down int // threads of a block
-	rowBlocks    int // blocks for the rows, that take batches in turn
-	late, ending int // and those behind them that each take a run of batches, and a short one
-	run, tail    int // batches in a run and in a short one
+	used         int // threads with columns in each row of a warp
+	tiles        int // blocks that cover the columns of a row
+	across, down int // threads per block
+	rowBlocks    int // blocks that divide the rows, taking batches in turn
+	late, ending int // later blocks, with a run of consecutive batches or a short run each
+	run, tail    int // batches in a run and in a short run
 	rows         rowGrid
 }
 
-// rowGrid is how a layer is cut up for kasmina_rows.cu. Lanes share a row of a chunk. A block
-// has seeds across and parts of the rows down.
+// rowGrid describes how kasmina_rows.cu divides a layer. A row of a chunk is shared by `lanes`
+// threads, and a block handles `across` seeds by `down` parts of the rows.
 type rowGrid struct{ lanes, across, down, tiles, blocks int }
 
 func (r rowGrid) parts() int { return r.blocks * r.down }
@@ -59,15 +59,15 @@ func newRowGrid(d gpu.DeviceInfo, l Layer) (r rowGrid) {
 	return r
 }
 
-// usage is what is wanted of a pass, as far as it matters to how a layer is cut up.
+// usage describes those requirements of a pass that affect how the layer is divided.
 type usage struct{ backward, telemetry, clip, inPlace bool }
 
-// joined is whether the threads of a chunk are to be of one warp. They are where norms of its rows
-// are wanted, or where each of them must have read what the others replace.
+// joined reports whether the threads of a chunk must belong to one warp. That is necessary to
+// compute norms of its rows, and to read a row completely before overwriting it.
 func (u usage) joined() bool { return u.backward && (u.telemetry || u.clip || u.inPlace) }
 
-// shared is the dynamic shared memory: what the feed takes, or where that is more, what the lanes
-// of a block leave there.
+// shared returns the dynamic shared memory, which holds first the feed's rows and later the results
+// of a block's lanes.
 func (g grid) shared() int {
 	units := blockThreads * max(1, g.perThread/g.each)
 	left := 0
@@ -86,16 +86,17 @@ func (g grid) shared() int {
 	return left
 }
 
-// rowParts is how many records each unit gets.
+// rowParts returns the number of records of each unit.
 func (g grid) rowParts() int { return g.rowBlocks + g.late + g.ending }
 
-// share is Share of kasmina_feed.cuh.
+// share returns a Share of kasmina_feed.cuh.
 func (g grid) share() kernel.Struct {
 	return kernel.Struct{uint32(g.rowBlocks*g.down | g.run<<24),
 		uint32(g.ending*g.down | g.tail<<18 | g.used<<26)}
 }
 
-// newGrid cuts up the columns of a layer, where the arrays of its shape are aligned or not.
+// newGrid divides the columns of a layer. aligned reports whether all arrays are aligned to 16
+// bytes.
 func newGrid(device gpu.DeviceInfo, l Layer, aligned bool, use usage) grid {
 	d, n := l.State.Seeds*l.Chunk, kernel.Vector(l.Type)
 	g := grid{arrays: 1, batch: 4, use: use, shape: "single", perThread: 1, each: 1, units: d,
@@ -123,7 +124,8 @@ func newGrid(device gpu.DeviceInfo, l Layer, aligned bool, use usage) grid {
 	return g
 }
 
-// over cuts up the rows for at most so many blocks in flight, and others behind those.
+// over divides the rows for the given number of blocks in flight, plus later blocks that replace
+// them.
 func (g grid) over(l Layer, blocks int) grid {
 	batches := kernel.CeilDiv(l.Rows, g.batch)
 	g.rowBlocks = min(max(1, blocks/g.tiles), kernel.CeilDiv(batches, g.down), 1<<16-1)
@@ -131,10 +133,12 @@ func (g grid) over(l Layer, blocks int) grid {
 	return g
 }
 
-// spreadLate has blocks that start late take the last batches of a long layer, so that they even
-// out what multiprocessors differ in speed. Most take runs, and those that end the pass take runs
-// of half the length. The beginning of a block costs a pass that reads two arrays more; without
-// records, which each lane adds to, more and shorter runs pay.
+// spreadLate assigns the last batches of a long layer to blocks that start late, to even out
+// differences in the speed of multiprocessors. Most of these blocks take runs of batches; the last
+// ones take runs of half the length.
+//
+// The percentages depend on the pass. Starting a block costs more in a backward pass, which reads
+// two arrays. Without records, which every lane must merge, more and shorter runs pay off.
 func (g *grid) spreadLate(l Layer, batches int) {
 	percent, rows, ending := 35, 40, 14
 	switch {
@@ -153,8 +157,8 @@ func (g *grid) spreadLate(l Layer, batches int) {
 	g.ending = min(batches*ending/100/g.tail/g.down, (1<<18-1)/g.down, 1<<14)
 }
 
-// spread is how many threads a row takes. Where those of a chunk are to be of one warp and cannot
-// fill it all of its warps get the same.
+// spread returns the number of threads that a row takes. If the threads of a chunk must belong to
+// one warp but can't fill it, all warps get the same number of threads.
 func (g *grid) spread(l Layer) int {
 	threads := kernel.CeilDiv(l.State.Seeds*l.Chunk, g.perThread)
 	switch g.sharing = max(1, l.Chunk/g.perThread); {
@@ -174,10 +178,11 @@ func (g *grid) spread(l Layer) int {
 	return threads
 }
 
-// acrossOf is how many threads of a block, a power of two, have different columns, of so many that
-// a row takes. Where lanes leave records they are a warp's, so that a block has many lanes and
-// merges most of the records by itself. Else they are as many as possible, of which few are idle.
-// With few batches there are more, to keep all warps busy.
+// acrossOf returns the number of threads of a block, a power of two, that have different columns,
+// given the number of threads that a row takes. If lanes produce records, it is a single warp, so
+// that a block has many lanes and can merge most records itself. Otherwise it is as large as
+// possible without leaving many threads idle. With few batches it is larger, to keep all warps
+// busy.
 func (g *grid) acrossOf(threads, batches int) int {
 	n, records := min(blockThreads, powerOfTwo(threads)), g.use.backward || g.use.telemetry
 	for n > 32 && (records || 8*(kernel.CeilDiv(threads, n)*n-threads) > threads) {
@@ -189,15 +194,16 @@ func (g *grid) acrossOf(threads, batches int) int {
 	return n
 }
 
-// powerOfTwo is the least that is not less than n.
+// powerOfTwo returns the smallest power of two that is at least n.
 func powerOfTwo(n int) int { return 1 << bits.Len(uint(max(n, 1)-1)) }
 
-// scratch is the workspace of a pass; what it does not need is null.
+// scratch holds the addresses of a pass's workspace. Addresses that the pass does not need are
+// null.
 type scratch struct{ gates, records, partial, sums, total, scale gpu.Ptr }
 
 func (g grid) scratch(l Layer, c *kernel.Carve) (s scratch) {
-	// A kernel of its own prepares the softmax of slots where a chunk is so many threads' that each
-	// going through all of a slot's weights would take longer.
+	// If many threads share a chunk, a separate kernel prepares the softmax of slots. It would take
+	// longer for each thread to read all weights of a slot.
 	if l.Chunk/g.perThread > 32 {
 		s.gates = c.Take(8 * l.State.Slots)
 	}
@@ -222,22 +228,22 @@ func (g grid) scratch(l Layer, c *kernel.Carve) (s scratch) {
 	return s
 }
 
-// WorkspaceBytes is the size of Workspace.
+// WorkspaceBytes returns the size of Workspace.
 func (f Forward) WorkspaceBytes(d gpu.DeviceInfo) int { return f.workspace(d, usage{}) }
 
-// WorkspaceBytes is the size of Workspace.
+// WorkspaceBytes returns the size of Workspace.
 func (b Backward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return b.workspace(d, usage{backward: true, clip: b.Clip})
 }
 
-// workspace is what a pass takes at most, measured or not.
+// workspace returns the largest workspace of a pass, with or without telemetry.
 func (l Layer) workspace(d gpu.DeviceInfo, use usage) (bytes int) {
 	for i := range 4 {
 		use.telemetry = i/2 == 0
 		g := newGrid(d, l, i%2 == 0, use)
 		few := g.over(l, 1)
 		g = g.over(l, mostBlocks*d.SMs)
-		g.late, g.ending = few.late, few.ending // as many as follow fewer blocks
+		g.late, g.ending = few.late, few.ending // the most, which follow fewer blocks
 		var c kernel.Carve
 		g.scratch(l, &c)
 		if l.State.Wide {

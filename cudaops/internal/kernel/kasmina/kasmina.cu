@@ -1,17 +1,19 @@
-// Kasmina forward: y from x, with the six health figures of every seed over its chunk of x, in one pass.
+// Kasmina forward: computes y from x, and six health figures of x for the chunk of every seed, in
+// one pass.
 //
-//   y = x + α(t(x) − x)     for seeds that blend, y = x for others; see kasmina.cuh
+//   y = x + α(t(x) − x) for seeds that blend, otherwise y = x; see kasmina.cuh
 //   variance, mean, min, max, share of |x| < eps, |mean|/sqrt(variance + eps)
 //
-// NaN and Inf are counted and left out of the figures. A batch of rows goes once through registers:
-// transform, and sums for the moments. What 16-bit types can do two at a time is done so. What the
-// warp's seeds do not need is left out: a warp whose seeds are all dormant copies and measures.
-// Rows with NaN, Inf or numbers too large to multiply, and the strict mode, take a careful way, row
-// by row. A block merges the figures of its lanes, in order, and a second kernel those of the
-// blocks.
+// NaN and Inf are counted and excluded from the figures. Each batch of rows passes through
+// registers once, for both the transform and the sums of the moments. 16-bit types are processed
+// two at a time where possible. Work that no seed of a warp needs is skipped, so a warp with only
+// dormant seeds just copies and measures. Rows with NaN, Inf or numbers too large to multiply, and
+// all rows in strict mode, take a slow path, row by row. A block merges the figures of its lanes in
+// order, and a second kernel merges the figures of the blocks.
 #include "kasmina_feed.cuh"
 
-// What numbers and pairs of them have in common. nearer gives the lesser magnitude, with any sign.
+// The same operations for numbers and for pairs of numbers. nearer returns the smaller magnitude,
+// with either sign.
 __device__ __forceinline__ __nv_bfloat162 minNaN(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmin2_nan(a, b); }
 __device__ __forceinline__ __nv_bfloat162 maxNaN(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmax2_nan(a, b); }
 __device__ __forceinline__ __half2 minNaN(__half2 a, __half2 b) { return __hmin2_nan(a, b); }
@@ -38,19 +40,19 @@ __device__ __forceinline__ bool atMost(float v, float limit) { return v <= limit
 __device__ __forceinline__ bool atMost(__nv_bfloat162 v, float limit) { return __hble2(v, pairOf<bf16>(limit)); }
 __device__ __forceinline__ bool atMost(__half2 v, float limit) { return __hble2(v, pairOf<f16>(limit)); }
 
-// Health is what a lane has seen of a seed's elements.
+// Health accumulates a lane's statistics of a seed's elements.
 template <class T, int E> struct Health {
   static constexpr bool pairs = inPairs<T, E>;
   using V = Wide<T, E>;
   Running m;
-  float dead, s1, s2;       // s1, s2: of a group of rows, over v − k and its square
-  V low, high, few, eps;    // few: dead ones of a group, so that it is exact
-  V below, above, nearest;  // of a batch: the least, the greatest and the least magnitude
+  float dead, s1, s2;       // s1, s2: sums over a group of rows of v − k and its square
+  V low, high, few, eps;    // few: dead elements of a group, a number small enough to be exact
+  V below, above, nearest;  // of a batch: minimum, maximum and least magnitude
 
   __device__ __forceinline__ void init(float e) {
     dead = s1 = s2 = 0;
     if constexpr (pairs) {
-      // |x| < eps if and only if |x| < eps rounded up to x's type
+      // |x| < eps if and only if |x| is less than eps rounded up to x's type
       T up = fromFloat<T>(e);
       if (toFloat(up) < e) *reinterpret_cast<uint16_t*>(&up) += 1;
       eps = V{up, up}, low = pairOf<T>(INFINITY), high = pairOf<T>(-INFINITY), few = pairOf<T>(0);
@@ -58,14 +60,14 @@ template <class T, int E> struct Health {
       few = 0, eps = e, low = INFINITY, high = -INFINITY;
     }
   }
-  // item is what a batch has of the seed, as it is compared: number i of n(B).
+  // item returns item i of n(B) of the seed in a batch, in the type used for comparisons.
   static __host__ __device__ constexpr int n(int B) { return B * (pairs ? E / 2 : E); }
   template <class P> __device__ static __forceinline__ V item(const P* x, int at, int i) {
     if constexpr (pairs) return reinterpret_cast<const V*>(&x[i / n(1)].v[at])[i % n(1)];
     else return x[i / n(1)].get(at + i % n(1));
   }
-  // survey looks at the elements of a batch, from element at on of each pack. It returns what none
-  // exceeds in magnitude, or NaN if any is.
+  // survey finds the extremes of a batch, from element `at` on of each pack. It returns an upper
+  // bound of the magnitudes, or NaN if any element is NaN.
   template <int B, class P> __device__ __forceinline__ V survey(const P* x, int at) {
     below = above = nearest = item(x, at, 0);
 #pragma unroll
@@ -76,9 +78,10 @@ template <class T, int E> struct Health {
     nearest = magnitude(nearest);
     return maxNaN(above, -below);
   }
-  // add takes in the extremes of a batch that was surveyed and is all finite. A group of them ends with merge.
+  // add includes the extremes of a surveyed batch with only finite elements. merge ends a group of
+  // such batches.
   __device__ __forceinline__ void add() { low = minNaN(low, below), high = maxNaN(high, above); }
-  // live says whether no magnitude of a batch, the least of which is given, is less than eps.
+  // live reports whether no magnitude in a batch, given the least one, is less than eps.
   __device__ __forceinline__ bool live(V least) const {
     if constexpr (pairs) return __hbge2(least, eps);
     else return least >= eps;
@@ -90,7 +93,7 @@ template <class T, int E> struct Health {
       else few += magnitude(item(x, at, i)) < eps ? 1.0f : 0.0f;
     }
   }
-  // addRow takes in the elements of a row of the batch for the moments.
+  // addRow adds the elements of a row of the batch to the moments.
   __device__ __forceinline__ void addRow(const float (&v)[E]) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
@@ -104,7 +107,7 @@ template <class T, int E> struct Health {
     else dead += few, few = 0;
     s1 = s2 = 0;
   }
-  // addCarefully takes in elements of a row any of which may be NaN or Inf, and returns how many are.
+  // addCarefully adds elements that may be NaN or Inf, and returns how many are.
   __device__ __forceinline__ int addCarefully(const float* v, float e) {
     float s1 = 0, s2 = 0;
     int n = 0;
@@ -119,7 +122,7 @@ template <class T, int E> struct Health {
     m.add(s1, s2, float(n));
     return E - n;
   }
-  // put leaves the record of unit i of kThreads·G in two arrays, as Records.
+  // put writes the record of unit i of kThreads·G to two arrays, in the layout of Records.
   template <int G> __device__ __forceinline__ void put(float4* to, int i) const {
     float4* rest = to + kThreads * G;
     to[i] = record(m);
@@ -129,8 +132,9 @@ template <class T, int E> struct Health {
   }
 };
 
-// evaluate computes the outputs of a seed's inputs x; x1 and x2 are those before them, unless the chunk is whole. All are
-// scaled alike. need is not less than what the seed has, and not kNothing.
+// evaluate computes the outputs of a seed for inputs x. x1 and x2 are the preceding inputs, unless
+// the chunk is whole. All inputs are scaled alike. `need` covers at least the seed's own need and
+// is not kNothing.
 template <bool careful, bool whole, Need need, int E>
 __device__ __forceinline__ void evaluate(float (&y)[E], const float* x, float x1, float x2, const Seed<E>& s, float scale) {
   constexpr bool taps = need == kTaps;
@@ -144,13 +148,14 @@ __device__ __forceinline__ void evaluate(float (&y)[E], const float* x, float x1
   }
 }
 
-// Records is where records lie, [parts, units]: their moments, and the rest of each in another place.
+// Records locates the records [parts, units]: the moments, and separately the rest of each record.
 struct Records {
   const float4 *moments, *rest;
-  int parts, units, apart;  // apart: float4 from one unit to the next
+  int parts, units, apart;  // apart: float4 elements from one unit to the next
 };
 
-// addApart is addOver for groups of every apart-th thread of a block of kMergeThreads. apart is a power of two, up to most.
+// addApart is addOver for groups that consist of every apart-th thread of a block of kMergeThreads.
+// apart is a power of two, at most `most`.
 template <int most, class S> __device__ __forceinline__ void addApart(S& s, int apart, int i) {
   constexpr int warps = kMergeThreads / kWarp;
   __shared__ alignas(S) char room[warps * most * sizeof(S)];
@@ -170,7 +175,7 @@ template <int most, class S> __device__ __forceinline__ void addApart(S& s, int 
   for (int w = 1; w < warps; w++) s.add(of[w * apart + i]);
 }
 
-// HealthSums merge records.
+// HealthSums merges records.
 struct HealthSums {
   Sums m;
   float low = INFINITY, high = -INFINITY;
@@ -178,10 +183,10 @@ struct HealthSums {
   __device__ __forceinline__ void add(const HealthSums& o) {
     m.add(o.m), low = fminf(low, o.low), high = fmaxf(high, o.high), dead += o.dead;
   }
-  // gather adds up the records of so many units, each, from the first on. So many threads do,
-  // share, a power of two: neighbours, or where apart is not 1, every apart-th thread of a block of
-  // kMergeThreads. The first of them has the result. All threads of the block call it, with their
-  // numbers i. A thread reads early records at once.
+  // gather adds up the records of `each` units from `first` on, using `share` threads, a power of
+  // two. These are adjacent threads or, if apart is not 1, every apart-th thread of a block of
+  // kMergeThreads. The first thread gets the result. All threads of the block must call it with
+  // their numbers i. A thread reads `early` records at once.
   template <int early, int most = 1>
   __device__ __forceinline__ void gather(const Records& r, int first, int each, int share, int i, int apart = 1) {
     const int all = r.parts * each, step = each == 1 ? share : share / each, over = each == 1 ? 0 : share % each;
@@ -211,8 +216,8 @@ struct HealthSums {
     if (most == 1 || apart == 1) addOver(*this, share, i);
     else addApart<most>(*this, apart, i);
   }
-  // put writes figures [8, seeds] of a seed: the six, and mean and variance once more for those whose six are replaced by another
-  // reduction.
+  // put writes the figures [8, seeds] of a seed: the six health figures, and then mean and variance
+  // again, because another reduction may replace the first six.
   __device__ __forceinline__ void put(float* figures, int seed, int seeds, float eps) const {
     const double by = inverse(m.n), d = m.d * by, m2 = m.d2 - m.d * d;
     const bool any = m.n > 0;
@@ -224,13 +229,14 @@ struct HealthSums {
   }
 };
 
-// Launch: blockDim.x threads cover N·blockDim.x columns, blockDim.y lanes a block, kThreads in all; the lanes of all gridDim.y
-// blocks share the rows. Shared memory: what the feed takes, and with figures at least 32·G bytes a thread. records is
-// [gridDim.y, units] of two float4, or null in the strict mode without figures; bad [seeds] is added to.
+// Launch: blockDim.x threads cover N·blockDim.x columns, with blockDim.y lanes per block and
+// kThreads threads in all; the lanes of all gridDim.y blocks share the rows. Shared memory: the
+// feed's and, with figures, at least 32·G bytes per thread. records is [gridDim.y, units] of two
+// float4; it may be null in strict mode without figures. Counts are added to bad [seeds].
 template <class T, int N, int E, bool whole, Mode mode, class Feed>
 __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>& src, const Share& share, float4* records,
                                         uint32_t* bad) {
-  constexpr int G = N / E, B = Feed::B, group = 8 / B;  // batches from one merging to the next
+  constexpr int G = N / E, B = Feed::B, group = 8 / B;  // batches between merges
   extern __shared__ __align__(128) uint4 shared[];
   const T* x = src.p[0];
   const bool watch = mode == kWatch || mode == kStrict && records;
@@ -248,7 +254,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
 #pragma unroll
     for (int g = 0; g < G; g++) states[g].begin(l, seed + g);
     if ((whole || !l.softmax) && share.late > blockIdx.y * blockDim.y) work.template prefetch<2>(x, lane);
-    if (whole || !l.softmax) awaitPrevious();  // which may have made x; where softmax comes before, x was there already
+    if (whole || !l.softmax) awaitPrevious();  // it may have written x; with a softmax kernel in between, x is complete
     Feed feed(shared, src, lane, work, true);
     const Neighbours<T, N> neighbours(lane, at, l.chunk, whole);
     const float large = greatest<T>(l.large);
@@ -256,7 +262,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
     if (watch) pivots.fetch(x, work);
 #pragma unroll
     for (int g = 0; g < G; g++) states[g].template finish<whole>(l, at);
-    awaitPrevious();  // which made l.softmax; the compiler must not put loads off to behind it
+    awaitPrevious();  // it computed l.softmax; the compiler must not delay loads beyond this point
     Seed<E> s[G];
     Need most = kNothing;
 #pragma unroll
@@ -288,7 +294,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
 #pragma unroll
           for (int j = 0; j < E; j++) lost += !finite(e[g * E + j]);
         }
-        if (lost > 0) atomicAdd(bad + seed + g, uint32_t(lost));  // of integers, so in any order
+        if (lost > 0) atomicAdd(bad + seed + g, uint32_t(lost));  // integers, so the order does not matter
 #pragma unroll
         for (int j = 0; j < E; j++) top = maxNaN(top, fabsf(e[g * E + j]));
         int exp = 0;
@@ -298,7 +304,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
           for (int j = 0; j < E; j++) e[g * E + j] = strict(e[g * E + j]);
           b1 = at > 0 ? strict(x1) : 0, b2 = at > 1 ? strict(x2) : 0;
         } else if (finite(top)) {
-          frexpf(fmaxf(top / l.large, 0.5f), &exp);  // an exponent of 0 where the scale need not change
+          frexpf(fmaxf(top / l.large, 0.5f), &exp);  // an exponent of 0 if no scaling is needed
         }
         float down = ldexpf(1, -exp), up = ldexpf(1, exp);
 #pragma unroll
@@ -310,7 +316,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
       }
       store(y + row, v);
     };
-    // Of a batch without extremes.
+    // For a batch without extreme values.
     auto fast = [&](auto needs, Pack<T, N>* v, const float* x1, const float* x2) {
       constexpr Need need = Need(decltype(needs)::value);
 #pragma unroll
@@ -327,7 +333,7 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
         }
       }
     };
-    int pending = 0;  // batches not merged yet
+    int pending = 0;  // batches not yet merged
     auto flush = [&] {
       if (watch)
 #pragma unroll
@@ -336,14 +342,14 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
     };
     int64_t row = work.place(work.row);
 #pragma unroll 1
-    for (int i = 0; i <= work.batches; i++, row -= work.step()) {  // at last the single rows
+    for (int i = 0; i <= work.batches; i++, row -= work.step()) {  // the last iteration handles the single rows
       const bool full = i < work.batches;
       bool fine = false;
       Pack<T, N> v[1][B];
       if (mode != kStrict && full) {
         float x1[B] = {}, x2[B] = {};
         feed.next(v, row);
-        float near = 0;  // of the neighbours
+        float near = 0;  // largest magnitude among the neighbors
         if (!whole && most == kTaps) {
 #pragma unroll
           for (int u = 0; u < B; u++) neighbours.before(v[0][u], x + row + int64_t(u) * d, x1[u], x2[u]);
@@ -391,14 +397,15 @@ __device__ __forceinline__ void forward(const Layer& l, T* y, const Source<T, 1>
   if (!watch) return;
   float4* own = reinterpret_cast<float4*>(shared);
   const int wide = blockDim.x * G, i = Lane::inBlock();
-  if (Feed::shared) __syncthreads();  // no thread needs what it has fetched any more
+  if (Feed::shared) __syncthreads();  // all threads have read the rows they fetched
 #pragma unroll
   for (int g = 0; g < G; g++) h[g].template put<G>(own, threadIdx.y * wide + threadIdx.x * G + g);
   __syncthreads();
   const Records lanes{own, own + kThreads * G, int(blockDim.y), wide, 1};
-  // As other blocks are at work, few warps merge up to 8 lanes a thread, and the others leave.
+  // Other blocks are still running, so few warps merge, with up to 8 lanes per thread, and the rest
+  // exit.
   const int team = max(int(blockDim.y) / 8, 1);
-  for (int n = i >> __ffs(team) - 1; n < wide; n += kThreads) {  // more than once where team is 1
+  for (int n = i >> __ffs(team) - 1; n < wide; n += kThreads) {  // more than one iteration only if team is 1
     HealthSums sums;
     sums.template gather<4>(lanes, n, 1, team, i);
     if ((i & team - 1) > 0) continue;
@@ -418,7 +425,7 @@ template <class T, int N> using RingRows = Ring<T, N, 1, 4>;
                                              float4* records, uint32_t* bad) {       \
     forward<T, N, E, whole, mode, Feed<T, N>>(l, y, {{x}}, share, records, bad);     \
   }
-// Rows that are not aligned have one column a thread.
+// If rows are not aligned, a thread has one column.
 #define DEFINE_WIDE(...) FOR_MODES(DEFINE_FORWARD, RingRows, __VA_ARGS__)
 #define DEFINE(T) FOR_WIDE_SHAPES(DEFINE_WIDE, T) FOR_MODES(DEFINE_FORWARD, PlainRows, single, T, 1, 1, false)
 FOR_STORAGE_TYPES(DEFINE)
@@ -426,26 +433,27 @@ FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE_WIDE
 #undef DEFINE_FORWARD
 
-// What a pass leaves of figures.
+// Left is the input of the merging kernel: the records of a pass.
 struct Left {
   float* figures;
-  const float4* records;  // [parts, units] of two
+  const float4* records;  // two per element of [parts, units]
   int parts, units, seeds, share;
   float eps;
 };
 
-// Launch: kMergeThreads/share seeds a block, no more than kMergeAcross; it may overlap with the
-// kernel before it.
+// Launch: kMergeThreads/share seeds per block, at most kMergeAcross. It may overlap with the
+// preceding kernel.
 constexpr int kMergeAcross = 32;
 extern "C" __global__ void __launch_bounds__(kMergeThreads) kasmina_merge(const __grid_constant__ Left l) {
-  // Where a seed is one unit, neighbouring threads read the records of neighbouring seeds, which lie together.
+  // If a seed is one unit, adjacent threads read the records of adjacent seeds, to access
+  // contiguous memory.
   const int each = l.units / l.seeds, share = l.share, across = kMergeThreads / share, apart = each == 1 ? across : 1;
   const int first = blockIdx.x * across, place = threadIdx.x & share * apart - 1;
   const int seed = first + (apart > 1 ? threadIdx.x % apart : threadIdx.x / share), shown = min(seed, l.seeds - 1);
   releaseNext();
-  // In its first turn it merges nothing, which brings the code to the multiprocessor while the kernel
-  // before is still at work. What that streams through the L2 has left nothing of the code there, nor
-  // of the records of the first blocks.
+  // The first iteration merges nothing. It only loads the code into the multiprocessor while the
+  // preceding kernel is still running, because that kernel's data has evicted the code from L2,
+  // along with the records of the first blocks.
   prefetchParts(l.records + 2 * int64_t(first) * each, l.parts, 2 * int64_t(l.units), 2 * min(across, l.seeds - first) * each);
 #pragma unroll 1
   for (int turn = 0; turn < 2; turn++) {
@@ -457,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads) kasmina_merge(const 
   }
 }
 
-// Of each slot, max(w) and 1/Σexp(w − max w). Launch: a warp a slot, 8 a block.
+// Computes max(w) and 1/Σexp(w − max w) of each slot. Launch: one warp per slot, 8 per block.
 extern "C" __global__ void __launch_bounds__(256) kasmina_softmax(float* out, const float* weights, int slots, int chunk) {
   releaseNext();
   int slot = blockIdx.x * 8 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;

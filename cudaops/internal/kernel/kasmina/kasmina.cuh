@@ -1,8 +1,9 @@
-// What the kernels of a Kasmina layer share: its description, a seed's transform as coefficients, and moments.
+// Definitions shared by the kernels of a Kasmina layer: its description, a seed's transform as
+// coefficients, and moments.
 //
-// x is [rows, seeds·chunk], weights [slots, chunk] and scales [slots] in float32. Let w be the
-// weight row of a seed's slot, a its scale and α its blending weight. Then every built-in kind is
-// one formula per element i of the chunk,
+// x is [rows, seeds·chunk], and weights [slots, chunk] and scales [slots] are float32. Let w be the
+// weight row of a seed's slot, a its scale and α its blending weight. Then a single formula per
+// element i of the chunk covers every built-in pointwise kind:
 //
 //   y[i] = (x·u > thr or unordered ? p : off)·x[i] + r1·x[i−1] + r2·x[i−2] + q
 //
@@ -12,11 +13,13 @@
 //   MLPExpansion   a·relu(x ⊙ w), u = w, thr = 0     1−α + αaw         1−α
 //   ConvFilter     a·(w0·x[i] + w1·x[i−1] + w2·x[i−2]) 1−α + αa·w0                   αa·w1   αa·w2
 //
-// so that neighbouring seeds of different kinds and stages do not make a warp diverge. The gradient is its transpose:
-// dx[i] = p·g[i] + r1·g[i+1] + r2·g[i+2]. A seed that does not blend keeps the bits of x.
+// Neighboring seeds of different kinds and stages therefore don't make a warp diverge. The gradient
+// is the transpose, dx[i] = p·g[i] + r1·g[i+1] + r2·g[i+2]. A seed that does not blend passes the
+// bits of x through.
 //
-// A thread keeps N consecutive columns, which are N/E seeds or part of one, and walks down the rows: coefficients and sums
-// stay in registers. Rows are dealt out to lanes (a group of threads that covers all columns) in turn.
+// A thread has N consecutive columns, which hold N/E seeds or part of one, and moves down the rows,
+// so that coefficients and sums stay in registers. Rows are divided among lanes, groups of threads
+// that cover all columns, in turn.
 #pragma once
 #include "common.cuh"
 #include "overlap.cuh"
@@ -25,21 +28,22 @@
 
 enum Kind : uint32_t { kResidual, kAttentionGate, kMLPExpansion, kConvFilter, kKinds };
 
-// Layer is the first parameter of every kernel. word holds, of each seed, its kind in bits 0 to 7,
-// and its slot from bit 16 on. Bit 8 is whether it blends, bit 9 whether it learns. It is 0 for a
-// seed that does neither. A seed of a kind from kKinds on is not evaluated here: y = x and dx = g,
-// as if it did neither. It has no gradients of parameters.
+// Layer is the first parameter of every kernel. word describes each seed: its kind in bits 0 to 7,
+// whether it blends in bit 8, whether it learns in bit 9, and its slot from bit 16 on. It is 0 for
+// a seed that neither blends nor learns. These kernels don't evaluate seeds of a kind from kKinds
+// on. They treat such a seed as if it neither blended nor learned, with y = x, dx = g, and no
+// gradients of parameters.
 struct Layer {
   const uint32_t* word;
-  const float* alpha;      // of the output; in Training, where there is none, 1
+  const float* alpha;      // blending weight; 1 in Training, where the output is not blended
   const float *low, *high; // clamp limits of the strict mode
-  const float* limit;      // of a row's gradient norm; null for none
+  const float* limit;      // on the norm of a row's gradient; null for none
   const float *weights, *scales;
-  const float* softmax;    // of each slot, max(w) and 1/Σexp(w − max w); null where threads find them by themselves
+  const float* softmax;    // max(w) and 1/Σexp(w − max w) of each slot; null if threads compute these themselves
   int64_t rows;
   int seeds, chunk;
   float eps;
-  float large;  // x beyond it is evaluated scaled down
+  float large;  // rows with larger x are scaled down for evaluation
 };
 
 struct Word {
@@ -48,7 +52,8 @@ struct Word {
   __device__ bool known() const { return kind() < kKinds; }
   __device__ bool blends() const { return bits >> 8 & 1 && known(); }
   __device__ bool active() const { return bits >> 8 & 3 && known(); }
-  // ignores is whether the gradients do without x: of a Residual seed, and of one that neither blends nor learns, whose word is 0.
+  // ignores reports whether the gradients don't depend on x. This holds for Residual, and for a
+  // word of 0.
   __device__ bool ignores() const { return kind() == kResidual; }
   __device__ int slot() const { return bits >> 16; }
 };
@@ -67,14 +72,15 @@ template <int E> __device__ __forceinline__ void loadWeights(float (&w)[E], cons
   }
 }
 
-// State is what memory has of a seed and of E elements of its slot, from element at on.
+// State is a seed and E elements of its slot, from element `at` on, as stored in memory.
 template <int E> struct State {
   Word word;
   float alpha, scale;
-  float w[E], first[3];  // weights; the slot's first ones
+  float w[E], first[3];  // weights, and the first weights of the slot
 
-  // begin and then finish load it: in two steps, since the word says where the rest is. begin may come before awaitPrevious: what it
-  // reads is written by copies alone, which no kernel overlaps with.
+  // begin and finish load the state in two steps, since the word determines the addresses of the
+  // rest. begin may run before awaitPrevious, because it reads only memory that is written by
+  // copies, which never overlap with kernels.
   __device__ __forceinline__ void begin(const Layer& l, int seed) { word.bits = l.word[seed], alpha = l.alpha[seed]; }
   template <bool whole> __device__ __forceinline__ void finish(const Layer& l, int at) {
     const float* row = l.weights + int64_t(word.slot()) * l.chunk;
@@ -85,14 +91,14 @@ template <int E> struct State {
   }
 };
 
-// Seed is E consecutive elements of one seed's chunk, from element at on.
+// Seed is E consecutive elements of a seed's chunk, from element `at` on.
 template <int E> struct Seed {
   float p[E], q[E], u[E];
   float off, thr, r1, r2;
   bool blends, active;
   Word word;
 
-  // read reads G seeds, from number seed on, with all loads on their way at once.
+  // read reads G seeds, starting with number `seed`, with all loads in flight at once.
   template <int G> __device__ static __forceinline__ void read(Seed (&s)[G], const Layer& l, int seed, int at) {
     State<E> states[G];
 #pragma unroll
@@ -103,13 +109,14 @@ template <int E> struct Seed {
     for (int g = 0; g < G; g++) s[g].template init<false>(l, states[g]);
   }
 
-  // init has no branch but one, since a warp's seeds are of all kinds. whole is whether E is the chunk.
+  // init has only one branch, since a warp has seeds of all kinds. `whole` means that E is the
+  // chunk.
   template <bool whole> __device__ __forceinline__ void init(const Layer& l, const State<E>& state) {
     word = state.word;
     const Kind kind = word.kind();
     blends = word.blends(), active = word.active();
     const float alpha = state.alpha, keep = 1 - alpha, as = alpha * state.scale;
-    const bool mixes = active && alpha != 0;  // else t(x), NaN included, has no part in the result
+    const bool mixes = active && alpha != 0;  // otherwise t(x) must not affect the result, even if it is NaN
     const bool sums = mixes && kind == kResidual, scales = mixes && kind != kResidual;
     const bool gate = mixes && kind == kAttentionGate, conv = mixes && kind == kConvFilter, relu = active && kind == kMLPExpansion;
     float w[E];
@@ -124,9 +131,9 @@ template <int E> struct Seed {
     r1 = conv && l.chunk > 1 ? as * state.first[1] : 0, r2 = conv && l.chunk > 2 ? as * state.first[2] : 0;
   }
 
-  // softmaxOf replaces weights of a slot by their softmax. Where no table has its largest and its
-  // sum, a thread goes through all of the slot, E weights at a time. The sum is relative to the
-  // largest so far.
+  // softmaxOf replaces weights of a slot by their softmax. Without a table of maxima and sums, a
+  // thread reads all weights of the slot, E at a time, keeping the sum relative to the largest
+  // weight so far.
   template <bool whole> __device__ static __forceinline__ void softmaxOf(float (&w)[E], const Layer& l, int slot) {
     float top = -FLT_MAX, sum = 0, by;
     auto take = [&](const float(&v)[E]) {
@@ -159,7 +166,8 @@ template <int E> struct Seed {
 
   __device__ __forceinline__ bool on(float x, int j) const { return !(x * u[j] <= thr); }
 
-  // bySign makes p the coefficient where x > 0 and u that elsewhere, which is quicker to tell where x = 0 does not matter.
+  // bySign makes p the coefficient for x > 0 and u the coefficient otherwise. This is faster than
+  // `on` and gives the same result, because the coefficient does not matter for x = 0.
   __device__ __forceinline__ void bySign() {
 #pragma unroll
     for (int j = 0; j < E; j++) {
@@ -169,8 +177,9 @@ template <int E> struct Seed {
   }
 };
 
-// Strict is what the strict mode does to x: it zeroes what is small and clamps the rest. bites is whether that changes x, so that no
-// gradient passes; 0 stays as it is. It is read where it is needed, since it would take up registers that the other modes need.
+// Strict is the transformation of x in strict mode: small values become zero and the rest is
+// clamped. bites reports whether it changes x, so that no gradient passes; 0 stays 0. It is loaded
+// where it is needed, since it would take up registers that the other modes need.
 struct Strict {
   float eps, low, high;
   __device__ __forceinline__ Strict(const Layer& l, int seed, bool active) : eps(0), low(-INFINITY), high(INFINITY) {
@@ -185,12 +194,12 @@ struct Strict {
   __device__ __forceinline__ bool bites(float x) const { return (fabsf(x) < eps && x != 0) || x < low || x > high; }
 };
 
-// addTerm is sum + c·v, where a coefficient of 0 leaves out NaN and Inf too if careful.
+// addTerm returns sum + c·v. If careful, a coefficient of 0 suppresses even NaN and Inf.
 template <bool careful> __device__ __forceinline__ float addTerm(float c, float v, float sum) {
   return careful && c == 0 ? sum : fmaf(c, v, sum);
 }
 
-// maxNaN is the larger of two numbers, minNaN the smaller, NaN if one is.
+// maxNaN and minNaN return the larger and the smaller of two numbers, or NaN if either is NaN.
 __device__ __forceinline__ float maxNaN(float a, float b) {
   float r;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
@@ -207,12 +216,12 @@ __device__ __forceinline__ bool finite(float v) { return fabsf(v) < INFINITY; }
 
 __device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
-// Int is a number as a type, for lambdas.
+// Int makes a number a type, for use with lambdas.
 template <int n> struct Int { static constexpr int value = n; };
 
 // ---- Elements ----
 
-// unpack converts E elements of a pack, from element at on.
+// unpack converts E elements of a pack, from element `at` on.
 template <class T, int N, int E> __device__ __forceinline__ void unpack(float (&x)[E], const Pack<T, N>& v, int at) {
   if constexpr (__is_same(T, bf16) && E % 2 == 0) {
 #pragma unroll
@@ -226,7 +235,7 @@ template <class T, int N, int E> __device__ __forceinline__ void unpack(float (&
   }
 }
 
-// setPart rounds E numbers into a pack, from element at on.
+// setPart rounds E numbers to a pack, from element `at` on.
 template <class T, int N, int E> __device__ __forceinline__ void setPart(Pack<T, N>& v, int at, const float (&x)[E]) {
   if constexpr (E % 2 == 0 && sizeof(T) == 2) {
 #pragma unroll
@@ -242,7 +251,7 @@ template <class T, int N, int E> __device__ __forceinline__ void setPart(Pack<T,
   }
 }
 
-// setPartIf is setPart if wanted: without a branch, across which nothing could be scheduled.
+// setPartIf is setPart if wanted, without a branch that would restrict instruction scheduling.
 template <class T, int N, int E>
 __device__ __forceinline__ void setPartIf(bool wanted, Pack<T, N>& v, int at, const float (&x)[E]) {
   Pack<T, N> set = v;
@@ -258,25 +267,26 @@ __device__ __forceinline__ void setPartIf(bool wanted, Pack<T, N>& v, int at, co
   }
 }
 
-// Pair is two elements of a 16-bit type.
+// Pair is a pair of elements of a 16-bit type.
 template <class T> struct PairOf { using type = float; };
 template <> struct PairOf<bf16> { using type = __nv_bfloat162; };
 template <> struct PairOf<f16> { using type = __half2; };
 template <class T> using Pair = typename PairOf<T>::type;
 
-// inPairs is whether E elements of a type can be compared two at a time.
+// inPairs is true if E elements of a type can be compared two at a time.
 template <class T, int E> constexpr bool inPairs = sizeof(T) == 2 && E % 2 == 0;
 
 template <class T> __device__ __forceinline__ Pair<T> pairOf(float v);
 template <> __device__ __forceinline__ __nv_bfloat162 pairOf<bf16>(float v) { return __float2bfloat162_rn(v); }
 template <> __device__ __forceinline__ __half2 pairOf<f16>(float v) { return __float2half2_rn(v); }
 
-// greatest is a type's largest finite number, or limit if that is less, rounded so that no infinity compares as less.
+// greatest returns the type's largest finite number, or limit if that is less, such that infinity
+// never compares as within it.
 template <class T> __device__ __forceinline__ float greatest(float limit) {
   return fminf(limit, sizeof(T) == 4 ? FLT_MAX : __is_same(T, bf16) ? 0x1.fep127f : 65504.0f);
 }
 
-// Magnitudes tells whether numbers are all within a limit, two at a time if the type allows it.
+// Magnitudes checks whether all numbers are within a limit, two at a time if the type allows it.
 template <class T, int N> struct Magnitudes {
   static constexpr bool pairs = inPairs<T, N>;
   typename std::conditional<pairs, Pair<T>, float>::type most;
@@ -299,7 +309,7 @@ template <class T, int N> struct Magnitudes {
   }
   __device__ __forceinline__ void take(float v) { others = maxNaN(others, fabsf(v)); }
 
-  // within says whether none exceeds limit or is NaN.
+  // within reports whether no number exceeds limit or is NaN.
   __device__ __forceinline__ bool within(float limit) const {
     bool fine = others <= limit;
     if constexpr (pairs) return fine && __hble2(most, Pair<T>{fromFloat<T>(limit), fromFloat<T>(limit)});
@@ -307,11 +317,11 @@ template <class T, int N> struct Magnitudes {
   }
 };
 
-// Wide is how E elements of a seed are compared: a pair or one at a time.
+// Wide is the type for comparing E elements of a seed: pairs, or single numbers.
 template <class T, int E> using Wide = typename std::conditional<inPairs<T, E>, Pair<T>, float>::type;
 
-// Need is what the seeds of a warp take at most: nothing, or y[i] = p·x[i] + q. Or it is that with
-// p by where x lies, or with taps too.
+// Need is the most general formula among the seeds of a warp: none; y[i] = p·x[i] + q; the same
+// with p depending on x; or the same with taps.
 enum Need { kNothing, kLinear, kRelu, kTaps };
 
 __device__ __forceinline__ Need needOf(Word word, bool any) {
@@ -321,23 +331,26 @@ __device__ __forceinline__ Need needOf(Word word, bool any) {
 
 __device__ __forceinline__ Need greater(Need a, Need b) { return a < b ? b : a; }
 
-// mostOf is the greatest need among a warp's peers.
+// mostOf returns the greatest need among a warp's peers.
 __device__ __forceinline__ Need mostOf(Need n, unsigned peers) {
   if (__any_sync(peers, n == kTaps)) return kTaps;
   if (__any_sync(peers, n == kRelu)) return kRelu;
   return __any_sync(peers, n == kLinear) ? kLinear : kNothing;
 }
 
-// Mode is a variant of a kernel: with figures, without, or with the strict mode's clamp and figures where they are wanted.
+// Mode is a variant of a kernel: with figures, without figures, or with strict mode's clamp and
+// optional figures.
 enum Mode { kWatch, kQuiet, kStrict };
 
 // ---- Moments ----
 
-// Running is the moments of numbers seen so far: n of them, with mean k + e and m2 the sum of
-// squared deviations from it. Numbers are added in groups, as sums over v − k and (v − k)². With k
-// next to the mean these keep their precision where the numbers share leading digits, and nothing
-// large cancels. (Chan, Golub and LeVeque 1979, for a group at a time.) Where the mean is no larger
-// than about the deviation, k may as well be 0. So bare makes it, for sums over v and v².
+// Running accumulates the moments of n numbers, with mean k + e and m2 the sum of squared
+// deviations from the mean. Numbers are added in groups, as sums of v − k and (v − k)². With k
+// close to the mean, these sums are precise even if the numbers share their leading digits, since
+// nothing large cancels. (Chan, Golub and LeVeque 1979, one group at a time.)
+//
+// If the mean is not much larger than the deviation, k may as well be 0. `bare` selects this, which
+// allows sums of v and v².
 struct Running {
   float k = 0, e = 0, m2 = 0, n = 0;
 
@@ -346,20 +359,21 @@ struct Running {
     if (!(all > 0)) return;
     float sum = fmaf(n, e, s1), mean = __fdividef(sum, all);
     m2 += fmaf(n * e, e, s2) - sum * mean;
-    float next = all < 8 ? k : k + mean;  // the mean of few may be far from that of all
+    float next = all < 8 ? k : k + mean;  // the mean of a few numbers may be far from the mean of all
     if (bare && next * next * all <= 2 * m2) next = 0;
     e = mean - (next - k), k = next, n = all;
   }
 };
 
-// inverse is 1/n for n > 0, to about 1e-15, in a fraction of the time of a division.
+// inverse returns 1/n for n > 0 with an error of about 1e-15, in a fraction of the time of a
+// division.
 __device__ __forceinline__ double inverse(double n) {
   double r = __fdividef(1, float(n));
   r *= 2 - n * r;
   return r * (2 - n * r);
 }
 
-// Moments are the same in float64, for merging.
+// Moments is the float64 counterpart of Running, for merging.
 struct Moments {
   double n = 0, mean = 0, m2 = 0;
 
@@ -374,17 +388,18 @@ struct Moments {
   __device__ __forceinline__ double norm() const { return sqrt(variance() * n + n * mean * mean); }
 };
 
-// A record is what rows leave of a unit, the E elements of a Seed: four numbers of Running, then others.
+// record returns the first part of a unit's record, the four numbers of Running. A unit is the E
+// elements of a Seed.
 __device__ __forceinline__ float4 record(const Running& r) { return {r.k, r.e, r.m2, r.n}; }
 
-// pivotOf is the mean of the first of so many records that has any elements.
+// pivotOf returns the mean of the first record that has any elements, among `count` records.
 __device__ __forceinline__ double pivotOf(const float4* r, int count, int64_t apart) {
   while (count-- > 1 && r->w == 0) r += apart;
   return r->x;
 }
 
-// Sums merge moments without a division for each. They are of deviations from a pivot next to the
-// mean, so that nothing large cancels; double precision makes sure of that.
+// Sums merges moments without a division for each. It adds up deviations from a pivot close to the
+// mean, so that nothing large cancels, in double precision.
 struct Sums {
   double n = 0, d = 0, d2 = 0;
 
@@ -398,7 +413,7 @@ struct Sums {
     double mean = d * inverse(n);
     return {n, pivot + mean, d2 - d * mean};
   }
-  // record is one of all that was added.
+  // record returns a single record of everything that was added.
   __device__ __forceinline__ float4 record(double pivot) const {
     Moments m = moments(pivot);
     float k = float(m.mean);
@@ -408,9 +423,9 @@ struct Sums {
 
 constexpr int kMergeThreads = 256;
 
-// addOver adds up, with S::add, over groups of share threads, a power of two. A block of
-// kMergeThreads is made of these. The first of each group has the result. i is the thread's number.
-// All threads of the block call it.
+// addOver combines values with S::add over groups of `share` threads, a power of two, in a block of
+// kMergeThreads. The first thread of each group gets the result. i is the thread's number. All
+// threads of the block must call it.
 template <class S> __device__ __forceinline__ void addOver(S& s, int share, int i) {
   __shared__ alignas(S) char room[kMergeThreads / kWarp * sizeof(S)];
   S* warps = reinterpret_cast<S*>(room);

@@ -12,7 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// KindError is what [State.Encode] fails with for a kind of blueprint that the kernels do not know.
+// KindError is the error that [State.Encode] returns for a kind of blueprint that has no kernel.
 type KindError struct {
 	Seed int
 	Kind blueprints.Kind
@@ -22,35 +22,36 @@ func (e *KindError) Error() string {
 	return fmt.Sprintf("seed %d has kind %d: the kind has no kernel", e.Seed, e.Kind)
 }
 
-// kinds are Residual, AttentionGate, MLPExpansion and ConvFilter.
+// kinds is the number of pointwise kinds: Residual, AttentionGate, MLPExpansion and ConvFilter.
 const kinds = 4
 
-// The rows of the arrays that figures are left in.
+// Rows of the figures arrays, and their sizes.
 const (
-	Health         = 0 // six: variance, mean, min, max, dead ratio, signal-to-noise ratio
+	Health         = 0 // six rows: variance, mean, min, max, dead ratio, signal-to-noise ratio
 	Moments        = 6 // mean and variance of all finite elements, whatever the reduction
 	ForwardFigures = 8
-	Gradient       = 0 // three: norm, variance, largest magnitude
-	// mean and variance of the rows' norms, and the number of rows with a finite element
+	Gradient       = 0 // three rows: norm, variance, largest magnitude
+	// mean and variance of the norms of rows, and the number of rows with a finite element
 	Norms           = 3
 	BackwardFigures = 6
-	Bins            = 40 // of a histogram; see kasmina_rows.cu
+	Bins            = 40 // bins of a histogram; see kasmina_rows.cu
 )
 
-// State is a lattice on the device: one array a field, one behind the other. Where slots are wide,
-// with more weights than a chunk has features, the list of the seeds that mix features lies behind
-// them.
+// State is a lattice of seeds on the device, stored as one array per field, consecutively. In a
+// wide state, slots have more weights than a chunk has features, and the list of seeds that mix
+// features follows the arrays.
 type State struct {
 	Ptr          gpu.Ptr
 	Seeds, Slots int
 	Wide         bool
 }
 
-// The fields' arrays have Seeds words, up to the last, order; heads, of Slots + 1 words, comes
-// before it. The list begins with the number of its seeds. kasmina_capacity.cu says what follows.
+// The field arrays have Seeds words each. The array heads, with Slots + 1 words, and the array
+// order, with Seeds words, follow them. The list starts with the number of its seeds;
+// kasmina_capacity.cu describes the rest.
 const fieldCount = 5
 
-// Bytes is the size of the state.
+// Bytes returns the size of the state in bytes.
 func (k State) Bytes() int {
 	bytes := int(k.List() - k.Ptr)
 	if k.Wide {
@@ -63,18 +64,18 @@ func (k State) field(i int) gpu.Ptr { return k.Ptr.Offset(4 * i * k.Seeds) }
 func (k State) heads() gpu.Ptr      { return k.field(fieldCount) }
 func (k State) order() gpu.Ptr      { return k.heads().Offset(4 * (k.Slots + 1)) }
 
-// List is where the list of the seeds that mix features is.
+// List returns the address of the list of seeds that mix features.
 func (k State) List() gpu.Ptr { return k.order().Offset(4 * k.Seeds) }
 
-// Mixes reports whether a seed's blueprint mixes the features of a chunk. Such seeds are in the
-// list, and are dormant in the arrays. Slots that are not wide have no room for them.
+// Mixes reports whether a seed's blueprint mixes the features of a chunk. Such seeds are dormant in
+// the field arrays and are listed separately. Only wide slots have room for their weights.
 func Mixes(s seed.Seed) bool {
 	return s.Slot != 0 && (s.Blend || s.Learn) && (s.Kind == blueprints.LowRank ||
 		s.Kind == blueprints.ChunkMLP)
 }
 
-// Encode writes the seeds as the state's bytes. It fails, and names the seed, for a kind without a
-// kernel (the error is a [*KindError]) and for a slot that does not exist.
+// Encode writes the seeds to dst in the state's format. It returns a [*KindError] for a kind
+// without a kernel, and an error that names the seed for a slot that does not exist.
 func (k State) Encode(dst []byte, at func(i int) seed.Seed) error {
 	words := gpu.View[uint32](dst[:k.Bytes()])
 	clear(words)
@@ -119,13 +120,13 @@ func (k State) Encode(dst []byte, at func(i int) seed.Seed) error {
 	return nil
 }
 
-// word is what kernels know of a seed that is not dormant.
+// word encodes a seed that is not dormant for the kernels.
 func word(s seed.Seed) uint32 {
 	return uint32(s.Kind) | kernel.Bit(s.Blend)<<8 | kernel.Bit(s.Learn)<<9 | uint32(s.Slot)<<16
 }
 
-// sortBySlot orders the positions of those words that learn by their slots: heads[s] is where those
-// of slot s begin in order. Both must be zero.
+// sortBySlot sorts the indices of the words that learn by slot, so that the seeds of slot s start
+// at order[heads[s]]. heads and order must be zero.
 func sortBySlot(heads, order, words []uint32) {
 	learns := func(w uint32) bool { return w>>9&1 != 0 }
 	for _, w := range words {
@@ -135,7 +136,8 @@ func sortBySlot(heads, order, words []uint32) {
 	}
 
 	sum := uint32(0)
-	// where each slot's end, until they have been placed from the last to the first
+	// First set heads to the end of each slot. Inserting the indices in reverse then moves it to
+	// the start.
 	for i := range heads {
 		sum += heads[i]
 		heads[i] = sum
@@ -149,9 +151,9 @@ func sortBySlot(heads, order, words []uint32) {
 	}
 }
 
-// Layer is a layer: X [Rows, Seeds·Chunk] of the given type, Weights [Slots, Width] and Scales
-// [Slots] of float32, with Seeds and Slots those of the state. Width is more than Chunk where slots
-// are wide, and does not count where they are not: it is Chunk there.
+// Layer describes a Kasmina layer: X [Rows, Seeds·Chunk] of the given type, and float32 Weights
+// [Slots, Width] and Scales [Slots], with Seeds and Slots as in State. Width exceeds Chunk if the
+// state is wide; otherwise it is ignored and Chunk is used.
 type Layer struct {
 	X, Weights, Scales gpu.Ptr
 	State              State
@@ -161,44 +163,45 @@ type Layer struct {
 	Type               gpu.DType
 }
 
-// Forward computes Y = X + α(t(X) − X) for seeds that blend and Y = X for the others, and the
+// Forward computes Y = X + α(t(X) − X) for seeds that blend and Y = X for other seeds, and the
 // figures of X.
 type Forward struct {
 	Layer
 	Y         gpu.Ptr
-	Telemetry bool // else only Bad is counted
+	Telemetry bool // if false, only Bad is updated
 	Reduction seed.Reduction
 	Figures   gpu.Ptr // [ForwardFigures, Seeds] of float32
-	Bad       gpu.Ptr // [Seeds] of uint32: elements that are NaN or Inf are added to it
+	Bad       gpu.Ptr // [Seeds] of uint32; the number of NaN and Inf elements is added
 	Histogram gpu.Ptr // [Seeds, Bins] of uint32, or null
-	Workspace gpu.Ptr // of WorkspaceBytes
+	Workspace gpu.Ptr // WorkspaceBytes bytes
 }
 
-// Backward computes the gradients of X, Weights and Scales from G, that of Y, and the figures of G.
-// DWeights and DScales of slots of no seed that learns become 0. DX may be G, if the layer is one
-// for [Layer.InPlace] and all arrays begin at multiples of 16 bytes. Then only what differs is
-// written.
+// Backward computes the gradients of X, Weights and Scales from the gradient G of Y, and the
+// figures of G. DWeights and DScales are set to 0 for slots without a learning seed.
+//
+// DX may be G if [Layer.InPlace] holds and all arrays are aligned to 16 bytes. Elements that would
+// not change are then not written.
 type Backward struct {
 	Layer
 	DX, DWeights, DScales, G gpu.Ptr
-	Clip                     bool // by the seeds' limits
+	Clip                     bool // clip gradients to the seeds' limits
 	Telemetry                bool
 	Reduction                seed.Reduction
 	Figures                  gpu.Ptr // [BackwardFigures, Seeds] of float32
-	// [Seeds] of uint32: NaN and Inf, and rows clipped, are added to them
+	// [Seeds] of uint32; the numbers of NaN and Inf elements, and of clipped rows, are added
 	Bad, Clipped gpu.Ptr
-	Workspace    gpu.Ptr // of WorkspaceBytes
+	Workspace    gpu.Ptr // WorkspaceBytes bytes
 }
 
-// InPlace reports whether the gradient of X can take the memory of that of Y. The threads that
-// share a chunk, each of which keeps 16 bytes of a row, must be of one warp. All of them have then
-// read a row before any of them writes to it.
+// InPlace reports whether the gradient of X can overwrite the gradient of Y. This is safe if the
+// threads that share a chunk, with 16 bytes of a row each, belong to one warp: they have then all
+// read a row before any thread writes to it.
 func (l Layer) InPlace() bool {
 	n := kernel.Vector(l.Type)
 	return l.Chunk == 4 && l.State.Seeds*l.Chunk%n == 0 || l.Chunk%n == 0 && l.Chunk/n <= 32
 }
 
-// mode is the variant of a kernel, as kasmina.cuh has it.
+// mode returns the name of the kernel's Mode in kasmina.cuh.
 func (l Layer) mode(telemetry bool) string {
 	switch {
 	case l.Stability == seed.Strict:
@@ -209,15 +212,15 @@ func (l Layer) mode(telemetry bool) string {
 	return "quiet"
 }
 
-// fields are those of Layer of kasmina.cuh.
+// fields returns a Layer of kasmina.cuh.
 func (l Layer) fields(softmax gpu.Ptr, clip bool) kernel.Struct {
 	limit, large := l.bounds(clip)
 	return kernel.Struct{l.State.field(0), l.State.field(1), l.State.field(2), l.State.field(3),
 		limit, l.Weights, l.Scales, softmax, int64(l.Rows), l.State.Seeds, l.Chunk, l.Eps, large}
 }
 
-// bounds are the limits of the norms of gradients, null where none are clipped, and the number
-// beyond which x is scaled down.
+// bounds returns the limits of gradient norms, or null without clipping, and the magnitude above
+// which x is scaled down.
 func (l Layer) bounds(clip bool) (limit gpu.Ptr, large float64) {
 	large = math.MaxFloat32
 	if l.Stability == seed.Adaptive {
@@ -229,20 +232,21 @@ func (l Layer) bounds(clip bool) (limit gpu.Ptr, large float64) {
 	return limit, large
 }
 
-// pass is a pass that is being launched.
+// pass is a forward or backward pass during its launch.
 type pass struct {
 	*kernel.Queue
 	Layer
 	grid
 	scratch
 	mixing
-	unit, name string // of the kernel
+	unit, name string // of the main kernel
 	layer      kernel.Struct
 }
 
-// newPass prepares the launch of a pass's kernel; others are the arrays that it takes besides X.
+// newPass prepares the launch of a pass's main kernel. The alignment of X and the other arrays
+// determines its variant.
 func newPass(q *kernel.Queue, l Layer, use usage, work gpu.Ptr, others ...gpu.Ptr) *pass {
-	if l.Rows > math.MaxInt32 || l.State.Seeds*l.Chunk > math.MaxInt32/4 { // as they are counted
+	if l.Rows > math.MaxInt32 || l.State.Seeds*l.Chunk > math.MaxInt32/4 { // the kernels count in 32 bits
 		q.Err = fmt.Errorf("kernels.Kasmina: %d rows of %d seeds of %d columns are too many",
 			l.Rows, l.State.Seeds, l.Chunk)
 	}
@@ -272,8 +276,8 @@ func newPass(q *kernel.Queue, l Layer, use usage, work gpu.Ptr, others ...gpu.Pt
 	return p
 }
 
-// main launches the pass's kernel over the whole layer, which takes the layer, Share, and two
-// arrays first. It overlaps with whatever comes before it, which it awaits.
+// main launches the pass's main kernel over the whole layer. The kernel's first arguments are the
+// layer, the Share, and two arrays. It overlaps with the preceding kernel and waits for it itself.
 func (p *pass) main(y, x gpu.Ptr, args ...any) {
 	c := kernel.Grid(p.tiles, p.rowParts(), p.across, p.down)
 	c.Shared, c.Overlap = p.shared(), true
@@ -292,29 +296,30 @@ func (p *pass) mergeRows(figures gpu.Ptr, r seed.Reduction, count, norms int) {
 		p.partial, p.rows.parts(), p.State.Seeds, int(r), count, norms)
 }
 
-// merging is how many threads merge the records of a seed, so that none has many.
+// merging returns the number of threads that merge the records of a seed, so that no thread has
+// many.
 func (p *pass) merging() int {
-	records := 4 // of a thread, at most
+	records := 4 // limit per thread
 	if p.use.backward {
 		records = 2
 	}
 	return min(max(powerOfTwo(p.rowParts()*p.units/p.State.Seeds/records), 8), mergeThreads)
 }
 
-// mergers is how many blocks merge records.
+// mergers returns the number of blocks that merge records.
 func (p *pass) mergers() int {
 	return kernel.CeilDiv(p.State.Seeds, mergeThreads/p.merging())
 }
 
-// finish launches a kernel that adds up what the blocks of a pass have left. It awaits the kernel
-// before it by itself, where GPUs can do that.
+// finish launches a kernel that combines the results of a pass's blocks. It overlaps with the
+// preceding kernel on GPUs that support this, and waits for it itself.
 func (p *pass) finish(name string, c gpu.LaunchConfig, args ...any) {
 	c.Overlap = true
 	p.Run(p.unit, name, c, kernel.Struct(args))
 }
 
-// sumUp makes gradients of slots, and figures, of the sums and records of a backward pass. The
-// first kernel adds up over the blocks, the second over the seeds of slots.
+// sumUp computes the gradients of slots, and figures, from the sums and records of a backward pass.
+// The first kernel combines the blocks, and the second one the seeds of each slot.
 func (p *pass) sumUp(dweights, dscales, figures gpu.Ptr) {
 	st, seeds := p.State, p.State.Seeds
 	columns := seeds*p.Chunk + 2*p.units
@@ -331,9 +336,10 @@ func (p *pass) sumUp(dweights, dscales, figures gpu.Ptr) {
 		p.total, st.heads(), st.order(), dweights, dscales, seeds, p.Chunk, p.units)
 }
 
-// Launch launches a kernel for Y and records of figures. With telemetry another one merges them. A
-// tiny one comes before them where a chunk is more than 32 threads'. Where slots are wide, weights
-// are copied ahead of all, and a kernel of the kinds that mix comes behind.
+// Launch enqueues a kernel that computes Y and records for the figures and, with telemetry, another
+// kernel that merges the records. If a chunk takes more than 32 threads, a small kernel runs first
+// to prepare the softmax. If slots are wide, weights are first copied to a compact array, and a
+// kernel for the kinds that mix features runs last.
 func (f Forward) Launch(q *kernel.Queue) {
 	p := newPass(q, f.Layer, usage{telemetry: f.Telemetry}, f.Workspace, f.Y)
 	if q.Err != nil {
@@ -365,10 +371,10 @@ func (f Forward) Launch(q *kernel.Queue) {
 	}
 }
 
-// Launch launches a kernel for DX, sums over rows and records of figures. A second kernel adds
-// those up over the blocks. A third adds them up over the seeds of a slot. Where a chunk's threads
-// are more than a warp, norms and clipping take one more pass over G. Where slots are wide, there
-// are also those of Forward, and one that adds up over slots.
+// Launch enqueues a kernel that computes DX, sums over rows, and records for the figures. A second
+// kernel combines the blocks, and a third one the seeds of each slot. If a chunk's threads don't
+// fit in a warp, norms and clipping take an additional pass over G. If slots are wide, the
+// additional kernels of Forward run too, and then a kernel that adds up the gradients of slots.
 func (b Backward) Launch(q *kernel.Queue) {
 	use := usage{true, b.Telemetry, b.Clip, b.DX == b.G}
 	p := newPass(q, b.Layer, use, b.Workspace, b.DX, b.G)

@@ -1,35 +1,40 @@
-// Kasmina backward: the gradients of x, weights and scales from g, that of y, with figures of g for every seed.
+// Kasmina backward: computes the gradients of x, weights and scales from the gradient g of y, and
+// figures of g for every seed.
 //
-//   g ← g·min(1, limit/(‖g‖ + eps))                     for each row and seed, when there are limits
-//   dx = (1 − α)·g + (∂t/∂x)ᵀ·αg                         for seeds that blend, g for others
+//   g ← g·min(1, limit/(‖g‖ + eps))                     for each row and seed, if there are limits
+//   dx = (1 − α)·g + (∂t/∂x)ᵀ·αg                         for seeds that blend, otherwise g
 //   dweights[slot] = Σ_seeds Σ_rows (∂t/∂w)ᵀ·βg          for seeds that learn: β = α, or 1 in Training
 //   dscales[slot]  = Σ_seeds Σ_rows (∂t/∂a)·βg
-//   norm, variance and largest magnitude of g before clipping, and moments of the norms of its rows
 //
-// The sums over rows that all this takes are few, whatever the kind. For each column there is that
-// of g·m. Here m is 1 for Residual, x for AttentionGate and ConvFilter, and x where the relu is
-// open for MLPExpansion. For each seed there are those of g[i]·x[i−1] and g[i]·x[i−2]. What is made
-// of them, softmax's own gradient included, is linear and comes after the sums. They are added up
-// in order: over the lanes of a block, over blocks, and over the seeds of a slot. A block leaves
-// them in sums [gridDim.y, columns + 2·units]. Batches and the careful way are as in kasmina.cu.
+// The figures are the norm, variance and largest magnitude of g before clipping, and the moments of
+// the norms of its rows.
 //
-// dx may be the memory of g, where the threads of a chunk are all of one warp. What neither blends nor is clipped is not written then.
+// All this requires only a few sums over rows, whatever the kind. For each column there is a sum of
+// g·m, where m is 1 for Residual, x for AttentionGate and ConvFilter, and x where the relu is open
+// for MLPExpansion. For each seed there are sums of g[i]·x[i−1] and g[i]·x[i−2]. The parameter
+// gradients, including the gradient of the softmax, are linear in these sums and are computed from
+// them afterwards. The sums are added up in a fixed order: over the lanes of a block, over blocks,
+// and over the seeds of a slot. A block stores its sums in sums [gridDim.y, columns + 2·units].
+// Batches and the slow path are as in kasmina.cu.
+//
+// dx may overwrite g if all threads of a chunk belong to one warp. Elements that neither blend nor
+// are clipped are then not written.
 #include "kasmina_feed.cuh"
 
-constexpr float kLargestSquared = 1e18f;  // of a gradient whose squares are summed up in float32
+constexpr float kLargestSquared = 1e18f;  // limit on gradients with squares summed in float32
 
-// Seen is what a lane has seen of a seed's gradients.
+// Seen accumulates a lane's statistics of a seed's gradients.
 template <class T, int E> struct Seen {
   static constexpr bool pairs = inPairs<T, E>;
   Running m, norms;
-  float s1 = 0, s2 = 0, n1 = 0, n2 = 0;  // of rows not merged yet: over g − k, and over norms likewise
+  float s1 = 0, s2 = 0, n1 = 0, n2 = 0;  // sums over rows not yet merged: of g − k and its square, and the same for norms
   Wide<T, E> top;
 
   __device__ __forceinline__ Seen() {
     if constexpr (pairs) top = pairOf<T>(0);
     else top = 0;
   }
-  // add takes in elements that are all finite.
+  // add includes elements that are all finite.
   __device__ __forceinline__ void add(const float* g) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
@@ -37,13 +42,13 @@ template <class T, int E> struct Seen {
       s1 += d, s2 = fmaf(d, d, s2);
     }
   }
-  // add takes them in where there is no pivot, with the sum of their squares.
+  // add without a pivot, given the sum of the squares.
   __device__ __forceinline__ void add(const float* g, float squares) {
 #pragma unroll
     for (int j = 0; j < E; j++) s1 += g[j];
     s2 += squares;
   }
-  // addTop takes in their magnitudes: of a row as it is stored, or the largest of a batch.
+  // addTop includes magnitudes: of a row as stored, or the largest of a batch.
   __device__ __forceinline__ void addTop(const T* stored) {
     if constexpr (pairs) {
       const Pair<T>* raw = reinterpret_cast<const Pair<T>*>(stored);
@@ -62,12 +67,12 @@ template <class T, int E> struct Seen {
     float d = norm - norms.k;
     n1 += d, n2 = fmaf(d, d, n2);
   }
-  // merge ends a group of so many elements and norms.
+  // merge ends a group with the given number of elements and norms.
   template <bool bare> __device__ __forceinline__ void merge(int elements, int rows) {
     m.template add<bare>(s1, s2, float(elements)), norms.add(n1, n2, float(rows));
     s1 = s2 = n1 = n2 = 0;
   }
-  // addFinite takes in an element of a row that is merged by itself.
+  // addFinite includes an element of a row that is merged separately.
   __device__ __forceinline__ void addFinite(float g) {
     float d = g - m.k;
     s1 += d, s2 = fmaf(d, d, s2);
@@ -87,12 +92,14 @@ __device__ __forceinline__ float squareRoot(float v) {
   return r;
 }
 
-// How rows go through a pass: clipped, or not, and then with pivots or all without.
+// Manner is how a batch of rows is processed: with clipping, or without it and then with pivots or
+// with no pivots at all.
 enum Manner { kClips, kPivots, kBare };
 
-// differentiate gives what reaches a seed's inputs x from the gradients g, and adds to the sums over rows. g1 and g2 are
-// the gradients behind, x1 and x2 the inputs before, unless the chunk is whole. For Residual, whose sums are of g alone, x
-// is 1. need is not less than what the seed has, gradients included, and not kNothing.
+// differentiate computes the gradients of a seed's inputs x from the gradients g, and adds to the
+// sums over rows. g1 and g2 are the following gradients and x1 and x2 the preceding inputs, unless
+// the chunk is whole. For Residual x must be 1, because its sums don't involve x. `need` covers at
+// least the seed's own need, including gradients, and is not kNothing.
 template <bool careful, bool whole, Need need, int E>
 __device__ __forceinline__ void differentiate(float (&dx)[E], float* acc, float& d1, float& d2, const float* g, const float* x,
                                               float g1, float g2, float x1, float x2, const Seed<E>& s) {
@@ -110,7 +117,7 @@ __device__ __forceinline__ void differentiate(float (&dx)[E], float* acc, float&
   }
 }
 
-// ones makes E elements of a pack 1, from element at on, if wanted.
+// ones sets E elements of a pack to 1, from element `at` on, if wanted.
 template <int E, class T, int N> __device__ __forceinline__ void ones(Pack<T, N>& v, int at, bool wanted) {
   if constexpr (inPairs<T, E>) {
     const Pair<T> one = pairOf<T>(1);
@@ -125,7 +132,7 @@ template <int E, class T, int N> __device__ __forceinline__ void ones(Pack<T, N>
   }
 }
 
-// GradientSums merge records.
+// GradientSums merges records.
 struct GradientSums {
   Sums m, norms;
   float top = 0;
@@ -136,9 +143,9 @@ struct GradientSums {
   }
 };
 
-// mergeGradient turns records [parts, units], three float4 each, into figures [6, seeds]. These are
-// norm, variance, largest magnitude, and if there are norms, their mean, variance and number. The
-// rest is as in HealthSums::gather. Without parts it writes nothing.
+// mergeGradient converts records [parts, units], of three float4 each, to figures [6, seeds]: norm,
+// variance, largest magnitude and, if `norms` is set, the mean, variance and number of norms.
+// Otherwise it is like HealthSums::gather. Without parts it writes nothing.
 __device__ __forceinline__ void mergeGradient(float* figures, const float4* records, int parts, int units, int each, int first,
                                               int seeds, int share, int i, bool norms) {
   constexpr int early = 2;  // records that a thread reads at once
@@ -179,16 +186,16 @@ __device__ __forceinline__ void mergeGradient(float* figures, const float4* reco
     if (norms || f < 3) figures[int64_t(f) * seeds + seed] = out[f];
 }
 
-// sharing is how many threads of a warp share a chunk and form its norm, or 0 where they do not.
-// Then scale [rows, seeds] holds the factors that clip, or is null for none. records [gridDim.y,
-// units] of three float4 may be null in the strict mode. Launch: as forward, but of shared memory
-// 4·(N + 2·G) bytes a thread, and with figures 48·G more.
+// sharing is the number of threads of a warp that share a chunk and compute its norm, or 0 if they
+// don't. In that case scale [rows, seeds] holds the clipping factors, or is null for none. records,
+// [gridDim.y, units] of three float4, may be null in strict mode. Launch: like forward, but with
+// 4·(N + 2·G) bytes of shared memory per thread and, with figures, 48·G more.
 template <class T, int N, int E, bool whole, Mode mode, class Feed>
 __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 2>& src, const Share& share, int sharing,
                                          const float* scale, float* sums, float4* records, uint32_t* bad,
                                          uint32_t* clipped) {
-  constexpr int G = N / E, B = Feed::B, group = 8 / B;  // batches from one merging to the next
-  constexpr bool bare = mode == kWatch && !whole;       // whether rows can go without pivots
+  constexpr int G = N / E, B = Feed::B, group = 8 / B;  // batches between merges
+  constexpr bool bare = mode == kWatch && !whole;       // whether rows can be processed without pivots
   extern __shared__ __align__(128) uint4 shared[];
   const T *g = src.p[0], *x = src.p[1];
   const bool watch = mode == kWatch || mode == kStrict && records;
@@ -211,7 +218,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     for (int k = 0; k < G; k++) needs = needs || !states[k].word.ignores();
     needs = __any_sync(lane.peers, needs);
     if (ahead && needs) work.template prefetch<2>(x, lane);
-    if (whole || !l.softmax) awaitPrevious();  // which may have made g; where softmax comes before, g was there already
+    if (whole || !l.softmax) awaitPrevious();  // it may have written g; with a softmax kernel in between, g is complete
     Feed feed(shared, src, lane, work, needs);
     const Neighbours<T, N> neighbours(lane, at, l.chunk, whole);
     const bool norm = whole || sharing > 0, together = !whole && sharing > 1, leads = at == 0;
@@ -220,7 +227,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     if (watch) pivots.fetch(g, work);
 #pragma unroll
     for (int k = 0; k < G; k++) states[k].template finish<whole>(l, at);
-    awaitPrevious();  // which made l.softmax or scale; the compiler must not put loads off to behind it
+    awaitPrevious();  // it computed l.softmax or scale; the compiler must not delay loads beyond this point
     Seed<E> s[G];
     Need most = kNothing;
     uint32_t clips[G] = {};
@@ -232,7 +239,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
       most = greater(most, needOf(s[k].word, s[k].active));
     }
     const bool clipping = l.limit || !whole && scale;
-    most = clipping ? kTaps : mostOf(most, lane.peers);  // clipping, which is seldom, has no code for less
+    most = clipping ? kTaps : mostOf(most, lane.peers);  // clipping is rare and has no specialized code
     if (watch) {
       float middle[G];
       pivots.find(middle, g, work);
@@ -253,12 +260,12 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
 #pragma unroll
     for (int k = 0; k < G; k++) writes = writes || s[k].blends;
 
-    // Norms that clip nothing are formed of both rows of a batch at once. The first two threads of
-    // a chunk take in one each.
+    // If norms are not used for clipping, they are computed for both rows of a batch at once. The
+    // first two threads of a chunk include one norm each.
     static_assert(B == 2, "two rows");
     const bool twoByTwo = watch && !whole && sharing > 1 && sharing % 2 == 0 && !l.limit;
 
-    // A row in the careful way: the threads that share a chunk take it together.
+    // The slow path for a row. The threads that share a chunk process it together.
     auto slowRow = [&](int r) {
       const int64_t row = work.place(r);
       const unsigned peers = together ? kAllLanes >> kWarp - sharing << Lane::inWarp() - at / N : 0;
@@ -280,7 +287,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
           some = true, huge = huge || fabsf(v) > kLargestSquared, left++;
           if (watch) h[k].addFinite(v);
         }
-        if (left < E) atomicAdd(bad + seed + k, uint32_t(E - left));  // of integers, so in any order
+        if (left < E) atomicAdd(bad + seed + k, uint32_t(E - left));  // integers, so the order does not matter
         float by = !whole && scale ? scale[int64_t(r) * l.seeds + seed] : 1;
         bool counts = false;
         if (norm && (watch || l.limit)) {
@@ -324,11 +331,12 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
         }
         if (s[k].blends || by < 1) setPart(gv, k * E, out);
       }
-      if (together) __syncwarp(peers);  // who shares the chunk has read g, which dx may be
+      if (together) __syncwarp(peers);  // all threads that share the chunk have read g, which dx may overwrite
       if (writes) store(dx + row, gv);
     };
-    // Row u of a batch without extremes, whose neighbours are near: behind g, before x. square is the thread's part of the square
-    // of the row's norm, if twoByTwo.
+    // Processes row u of a batch without extreme values. `near` holds its neighbors: the following
+    // g and the preceding x. If twoByTwo is set, `square` receives the thread's part of the square
+    // of the row's norm.
     auto fastRow = [&](auto needs, auto manner, Pack<T, N>& gv, Pack<T, N>& xv, const float (&near)[4], float rowScale,
                        float& square) {
       constexpr Need need = Need(decltype(needs)::value);
@@ -380,10 +388,10 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
         }
       }
     };
-    int pending = 0;  // batches not merged yet
+    int pending = 0;  // batches not yet merged
     bool pivoted = true;  // whether any of the warp's seeds has a pivot
     auto flush = [&] {
-      const int normed = !norm ? 0 : twoByTwo ? at < 2 * N : leads ? B : 0;  // norms of a batch that the thread takes in
+      const int normed = !norm ? 0 : twoByTwo ? at < 2 * N : leads ? B : 0;  // norms of a batch that the thread includes
       if (watch)
 #pragma unroll
         for (int k = 0; k < G; k++) h[k].template merge<bare>(pending * (B * E), pending * normed);
@@ -392,7 +400,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
     };
     int r = work.row;
 #pragma unroll 1
-    for (int i = 0; i <= work.batches; i++, r -= work.stride) {  // at last the single rows
+    for (int i = 0; i <= work.batches; i++, r -= work.stride) {  // the last iteration handles the single rows
       const bool full = i < work.batches;
       bool fine = false;
       Pack<T, N> v[2][B];
@@ -413,12 +421,12 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
               neighbours.crossBehind(g + row + int64_t(u) * d, near[u][0], near[u][1]);
               neighbours.crossBefore(x + row + int64_t(u) * d, near[u][2], near[u][3]);
             }
-          if (!together)  // else their own thread does
+          if (!together)  // otherwise the threads that own the neighbors check them
 #pragma unroll
             for (int u = 0; u < B; u++) sizes.take(near[u][0]), sizes.take(near[u][1]);
         }
         fine = sizes.within(large);
-        if (together || bare) fine = __all_sync(lane.peers, fine);  // peers stay together: in flush they vote
+        if (together || bare) fine = __all_sync(lane.peers, fine);  // peers must stay together, since they vote in flush
         if (fine) {
           if (watch && G == 1) h[0].addTop(sizes.most);
           float square[B] = {};
@@ -461,11 +469,11 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
       if (clips[k] > 0) atomicAdd(clipped + seed + k, clips[k]);
     }
   }
-  constexpr int each = N + 2 * G;  // sums of a thread
+  constexpr int each = N + 2 * G;  // sums per thread
   const int across = blockDim.x, down = blockDim.y, wide = across * G;
   float* own = reinterpret_cast<float*>(shared) + threadIdx.x;
   float4* all = reinterpret_cast<float4*>(reinterpret_cast<float*>(shared) + kThreads * each);
-  if (Feed::shared) __syncthreads();  // no thread needs what it has fetched any more
+  if (Feed::shared) __syncthreads();  // all threads have read the rows they fetched
   float* mine = own + threadIdx.y * each * across;
 #pragma unroll
   for (int j = 0; j < N; j++) mine[j * across] = acc[j];
@@ -494,7 +502,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
   }
 }
 
-// total[i] = Σ_parts sums[part, i], for 32 columns a block. Without parts it writes nothing.
+// total[i] = Σ_parts sums[part, i], for 32 columns per block. Without parts it writes nothing.
 __device__ __forceinline__ void addParts(float* total, const float* sums, int parts, int64_t columns) {
   constexpr int rows = kMergeThreads / kWarp, early = 10;
   __shared__ float tile[rows][kWarp];
@@ -520,8 +528,9 @@ __device__ __forceinline__ void addParts(float* total, const float* sums, int pa
   total[i] = sum;
 }
 
-// What a pass leaves of the gradients of its slots: sums over rows, which total holds, and whose they are. The seeds of a slot that
-// learn are order[heads[slot]] to order[heads[slot + 1] − 1], in their order.
+// SlotSums is the input for the gradients of slots: the sums over rows in `total`, and the seeds
+// that they belong to. The learning seeds of a slot are order[heads[slot]] to order[heads[slot + 1]
+// − 1].
 struct SlotSums {
   const uint32_t* word;
   const float *alpha, *weights, *scales, *total;
@@ -530,8 +539,9 @@ struct SlotSums {
   int seeds, chunk, units;
 };
 
-// gatherSlot adds up over the seeds of a slot. The sums are there once ready; before, nothing is read of them nor written. Launch: a
-// slot and 32 columns a block; 32 threads for the columns by up to 32 for seeds.
+// gatherSlot adds up the gradients over the seeds of a slot. Unless `ready`, it neither reads the
+// sums nor writes anything. Launch: one slot and 32 columns per block, with 32 threads for the
+// columns by up to 32 for seeds.
 __device__ __forceinline__ void gatherSlot(const SlotSums& l, bool ready) {
   __shared__ double dw[kWarp][kWarp], da[kWarp];
   const int slot = blockIdx.x, lane = threadIdx.x, c = l.chunk, col = blockIdx.y * kWarp + lane, each = l.units / l.seeds;
@@ -541,11 +551,11 @@ __device__ __forceinline__ void gatherSlot(const SlotSums& l, bool ready) {
     for (int k = kWarp / 2; k > 0; k /= 2) v += __shfl_xor_sync(kAllLanes, v, k);
     return v;
   };
-  float top = -INFINITY, by = 0;  // of the slot's softmax, from the first seed on that needs it
+  float top = -INFINITY, by = 0;  // of the slot's softmax; computed for the first seed that needs it
   auto softmax = [&](int i) { return expf(w[i] - top) * by; };
   auto at = [&](const float* p) { return ready ? *p : 0.0f; };
 
-  double weight = 0, scale = 0;  // scale: of this lane alone
+  double weight = 0, scale = 0;  // scale: for this lane alone
   for (int i = l.heads[slot] + threadIdx.y; i < l.heads[slot + 1]; i += blockDim.y) {
     int seed = l.order[i];
     Word word{l.word[seed]};
@@ -602,7 +612,7 @@ template <class T, int N> using RingRows = Ring<T, N, 2, 2>;
     backward<T, N, E, whole, mode, Feed<T, N>>(l, dx, {{g, x}}, share, sharing, scale, sums, records, bad, \
                                                clipped);                                                   \
   }
-// Rows that are not aligned have one column a thread.
+// If rows are not aligned, a thread has one column.
 #define DEFINE_WIDE(...) FOR_MODES(DEFINE_BACKWARD, RingRows, __VA_ARGS__)
 #define DEFINE(T) FOR_WIDE_SHAPES(DEFINE_WIDE, T) FOR_MODES(DEFINE_BACKWARD, PlainRows, single, T, 1, 1, false)
 FOR_STORAGE_TYPES(DEFINE)
@@ -610,11 +620,13 @@ FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE_WIDE
 #undef DEFINE_BACKWARD
 
-// Kernels behind a pass rehearse where they have no more blocks: of many, it would cost more than it brings.
+// The kernels after a pass first run through an iteration that only loads their code, unless they
+// have more blocks than this. With many blocks, the iteration would cost more than it saves.
 constexpr int kFewBlocks = 128;
 __device__ __forceinline__ bool manyBlocks() { return gridDim.x * gridDim.y * gridDim.z > kFewBlocks; }
 
-// What a pass leaves of sums [parts, columns] and, unless they are null, of records.
+// Left is the input of kasmina_gather: the sums [parts, columns] of a pass and its records, unless
+// these are null.
 struct Left {
   float* total;
   const float* sums;
@@ -624,15 +636,17 @@ struct Left {
   int adding, parts, units, seeds, share, norms;
 };
 
-// The first `adding` blocks add up a pass's sums over the parts into total; the others merge its
-// records into figures, kMergeThreads/share seeds each. It may overlap with the kernel before it.
+// The first `adding` blocks add up a pass's sums over the parts into `total`. Later blocks merge
+// its records into figures, for kMergeThreads/share seeds each. It may overlap with the preceding
+// kernel.
 extern "C" __global__ void __launch_bounds__(kMergeThreads) kasmina_gather(const __grid_constant__ Left l) {
   releaseNext();
   const int each = l.units / l.seeds, across = kMergeThreads / l.share, first = (int(blockIdx.x) - l.adding) * across;
   const bool adds = int(blockIdx.x) < l.adding;
   if (adds) prefetchParts(l.sums + blockIdx.x * kWarp, l.parts, l.columns, kWarp);
   else prefetchParts(l.records + 3 * int64_t(first) * each, l.parts, 3 * int64_t(l.units), 3 * min(across, l.seeds - first) * each);
-  // In its first turn it adds nothing, which brings the code to the multiprocessor while the kernel before is still at work.
+  // The first iteration adds nothing. It only loads the code into the multiprocessor while the
+  // preceding kernel is still running.
 #pragma unroll 1
   for (int turn = manyBlocks(); turn < 2; turn++) {
     if (turn == 1) awaitPrevious();
@@ -644,10 +658,12 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads) kasmina_gather(const
   }
 }
 
-// Launch: gridDim.x slots, gridDim.y tiles of 32 columns. It may overlap with the kernel before it.
+// Launch: gridDim.x slots and gridDim.y tiles of 32 columns. It may overlap with the preceding
+// kernel.
 extern "C" __global__ void __launch_bounds__(1024) kasmina_slots(const __grid_constant__ SlotSums l) {
   releaseNext();
-  // In its first turn it reads all but total, and brings the code to the multiprocessor.
+  // The first iteration reads everything except `total`, and loads the code into the
+  // multiprocessor.
 #pragma unroll 1
   for (int turn = manyBlocks(); turn < 2; turn++) {
     if (turn == 1) awaitPrevious();

@@ -1,43 +1,45 @@
-// The kinds of blueprint that mix the features of a chunk, in layers whose slots have room for
-// them. In a slot's row of width weights stand V [m, C] and U [C, m], with m = width / 2C. X [n, C]
-// are the rows of a seed's chunk, a is the slot's scale and α the seed's blending weight. f(z) is z
-// (LowRank) or z·σ(z) (ChunkMLP).
+// The kinds of blueprint that mix the features of a chunk, for layers with slots wide enough for
+// their weights. A slot's row of `width` weights holds V [m, C] and U [C, m], with m = width / 2C.
+// X [n, C] are the rows of a seed's chunk, a is the slot's scale, and α is the seed's blending
+// weight. f(z) is z (LowRank) or z·σ(z) (ChunkMLP).
 //
 //   Z = X·Vᵀ,  H = a·f(Z),  Y = X + α·H·Uᵀ
 //
-// and backward, with G the gradient of Y, clipped,
+// In the backward pass, with G the clipped gradient of Y,
 //
 //   Q = α·G·U,  dZ = a·Q ⊙ f'(Z),  dX = G + dZ·V,  dV = dZᵀ·X,  dU = α·Gᵀ·H,  da = Σ Q ⊙ f(Z)
 //
-// The kernels of kasmina.cu and kasmina_backward.cu see such seeds as dormant: they measure, clip
-// and pass through. These ones then write what is different. Blocks take (seed, part of the rows)
-// from the list that the host keeps in the lattice's mirror. So a captured graph serves whatever
-// seeds are there; without any, blocks end at once. A block holds U and V in shared memory if they
-// fit, and works on some rows at a time. Gradients are summed in registers over a part's rows, and
-// over the parts and a slot's seeds in their order.
+// The kernels of kasmina.cu and kasmina_backward.cu treat these seeds as dormant: they measure,
+// clip and pass through. The kernels in this file then overwrite the parts that differ.
+//
+// Blocks take pairs of a seed and a part of the rows from the list that the host maintains in the
+// lattice's mirror, so a captured graph works for any set of seeds. If the list is empty, blocks
+// exit at once. A block keeps U and V in shared memory if they fit, and processes a few rows at a
+// time. Gradients are summed in registers over the rows of a part, and then, in order, over the
+// parts and the seeds of a slot.
 #include "common.cuh"
 
 enum Kind : uint32_t { kLowRank = 4, kChunkMLP = 5 };
 
 constexpr int kBlock = 256;
 
-// Mixing describes a layer. state begins with the number of seeds in the list, and the list of these.
-// Of each follows a word: its kind in bits 0 to 7, and its slot from bit 16 on. Bit 8 is whether it
-// blends, bit 9 whether it learns. Then there is, of each slot, where its seeds that learn begin in
-// what comes last: positions in the list.
+// Mixing describes a layer. state holds the number of seeds in the list; the list of seeds; and for
+// each seed a word with its kind in bits 0 to 7, whether it blends in bit 8, whether it learns in
+// bit 9, and its slot from bit 16 on. The arrays heads and order follow: order holds list positions
+// of seeds that learn, sorted by slot, and heads the start of each slot in order.
 struct Mixing {
   const uint32_t* state;
-  const float* alpha;      // of each seed, as the others
+  const float* alpha;      // per seed, like the arrays below
   const float *low, *high; // clamp limits of the strict mode
-  const float* limit;      // of a row's gradient norm; null for none
+  const float* limit;      // on the norm of a row's gradient; null for none
   const float *weights, *scales;
   int64_t rows;
   int seeds, slots, chunk, m, width;
   int tile, parts;  // rows at a time; parts of the rows
   int strict;
-  int vectors;  // chunks can be read and written 16 bytes at a time
+  int vectors;  // whether chunks can be read and written 16 bytes at a time
   float eps;
-  float large;  // rows of LowRank beyond it are evaluated scaled down
+  float large;  // rows of LowRank with larger x are scaled down for evaluation
 
   __device__ int count() const { return int(state[0]); }
   __device__ const uint32_t* heads() const { return state + 1 + 2 * seeds; }
@@ -45,7 +47,7 @@ struct Mixing {
   __device__ int64_t columns() const { return int64_t(seeds) * chunk; }
 };
 
-// Seed is a member of the list.
+// Seed is an entry of the list.
 struct Seed {
   int seed, slot;
   uint32_t kind;
@@ -58,7 +60,8 @@ struct Seed {
     alpha = l.alpha[seed], scale = l.scales[slot];
     low = l.low[seed], high = l.high[seed];
   }
-  // clamp is what the strict mode does to x; bites is whether that changes x, so that no gradient passes.
+  // clamp is the transformation of x in strict mode. bites reports whether it changes x, so that no
+  // gradient passes.
   __device__ float clamp(float x, float eps) const {
     if (fabsf(x) < eps) x = 0;
     if (x < low) x = low;
@@ -68,8 +71,9 @@ struct Seed {
   __device__ bool bites(float x, float eps) const { return (fabsf(x) < eps && x != 0) || x < low || x > high; }
 };
 
-// Matrix is in shared memory: element (i, j) at p[i·step + j]. Rows begin 16 bytes apart or more in the banks, and are filled up
-// with zeros to a multiple of four columns.
+// Matrix is a matrix in shared memory, with element (i, j) at p[i·step + j]. Columns are padded
+// with zeros to a multiple of four, and the step keeps consecutive rows at least 16 bytes apart in
+// the banks.
 struct Matrix {
   float* p;
   int step;
@@ -77,7 +81,7 @@ struct Matrix {
   __device__ __forceinline__ float4 four(int i, int j) const { return *reinterpret_cast<const float4*>(p + i * step + j); }
 };
 
-// Far is a matrix [rows, columns] in global memory, read as if it were filled up with zeros.
+// Far is a matrix [rows, columns] in global memory, read as if it were padded with zeros.
 struct Far {
   const float* p;
   int rows, columns;
@@ -87,7 +91,7 @@ struct Far {
 
 __device__ __host__ constexpr int padded(int n) { return (n + 3) / 4 * 4; }
 
-// Arena hands out shared memory.
+// Arena allocates shared memory.
 struct Arena {
   float* next;
   __device__ Matrix matrix(int rows, int columns) {
@@ -97,7 +101,7 @@ struct Arena {
   }
 };
 
-// fill makes the columns of rows that are there for the padding 0.
+// fill clears the padding columns.
 __device__ __forceinline__ void fill(const Matrix& m, int rows, int columns) {
   int more = padded(columns) - columns;
   for (int i = threadIdx.x; i < rows * more; i += kBlock) m(i / more, columns + i % more) = 0;
@@ -105,9 +109,9 @@ __device__ __forceinline__ void fill(const Matrix& m, int rows, int columns) {
 
 // ---- Products of small matrices by a block ----
 
-// A thread's share of an I×J product is a tile of 4×4 elements. Where a factor's elements lie along
-// k, the tile's rows, or columns, are a quarter of all apart. So neighbouring threads read
-// neighbouring rows. Else they are consecutive.
+// A thread's share of an I×J product is a tile of 4×4 elements. If a factor is contiguous along k,
+// the tile's rows or columns are a quarter of the matrix apart, so that adjacent threads read
+// adjacent rows. Otherwise they are consecutive.
 enum Form {
   kDot,    // Σ_k a(i, k)·b(j, k)
   kRows,   // Σ_k a(i, k)·b(k, j)
@@ -127,7 +131,8 @@ struct Tile {
 
 __device__ __forceinline__ void spread(float (&x)[4], float4 v) { x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w; }
 
-// addProduct adds a tile's elements of a product over K, which for kOuter begins at first and goes in steps.
+// addProduct adds a tile's elements of a product over K. For kOuter, the product starts at `first`
+// and advances by `step`.
 template <Form form, class A, class B>
 __device__ __forceinline__ void addProduct(float (&sum)[4][4], const Tile& t, const A& a, const B& b, int I, int J, int K, int first = 0,
                                            int step = 1) {
@@ -163,7 +168,7 @@ __device__ __forceinline__ void addProduct(float (&sum)[4][4], const Tile& t, co
   }
 }
 
-// each calls f(i, j, sum) for a tile's elements.
+// each calls f(i, j, sum) for the elements of a tile.
 template <Form form, class F> __device__ __forceinline__ void each(const float (&sum)[4][4], const Tile& t, int I, int J, F f) {
 #pragma unroll
   for (int u = 0; u < 4; u++)
@@ -172,7 +177,8 @@ template <Form form, class F> __device__ __forceinline__ void each(const float (
       if (int i = t.row<form>(u), j = t.column<form>(v); i < I && j < J) f(i, j, sum[u][v]);
 }
 
-// product calls f(i, j, sum) for every element of a product. A thread has the same elements every time.
+// product calls f(i, j, sum) for every element of a product. A thread gets the same elements every
+// time.
 template <Form form, class A, class B, class F>
 __device__ __forceinline__ void product(const A& a, const B& b, int I, int J, int K, F f) {
   for (int index = threadIdx.x; index < Tile::number(I, J); index += kBlock) {
@@ -185,7 +191,7 @@ __device__ __forceinline__ void product(const A& a, const B& b, int I, int J, in
 
 // ---- Passes ----
 
-// Weights are V and U of a slot, in shared memory if they fit.
+// Weights holds V and U of a slot, in shared memory if they fit.
 template <bool near> struct Weights;
 
 template <> struct Weights<true> {
@@ -212,13 +218,14 @@ template <> struct Weights<false> {
   }
 };
 
-// Rows are n rows of a seed's chunk of a tensor, from the address of its first element on.
+// Rows describes n rows of a seed's chunk in a tensor. The functions take the address of the first
+// element.
 template <class T> struct Rows {
   int64_t columns;  // of the tensor
   int n, c;
-  bool vectors;  // of 16 bytes can be moved
+  bool vectors;  // whether 16 bytes can be moved at a time
 
-  // loadPacks is load with N elements an access, some of which are under way together.
+  // loadPacks is load with N elements per access and several accesses in flight.
   template <int N, class F> __device__ __forceinline__ void loadPacks(const T* from, F f) const {
     constexpr int batch = N > 1 ? 2 : 4;
     const int per = c / N, all = n * per;
@@ -254,13 +261,13 @@ template <class T> struct Rows {
   }
 };
 
-// activation is f(z) of a kind and its derivative.
+// activation returns f(z) for a kind, and its derivative.
 __device__ __forceinline__ float activation(uint32_t kind, float z, float& slope) {
   if (kind == kLowRank) {
     slope = 1;
     return z;
   }
-  float e = expf(-fabsf(z)), big = 1 / (1 + e), small = e * big;  // of σ(z) and 1 − σ(z)
+  float e = expf(-fabsf(z)), big = 1 / (1 + e), small = e * big;  // for σ(z) and 1 − σ(z)
   float on = z < 0 ? small : big, off = z < 0 ? big : small;
   slope = on * fmaf(z, off, 1);
   return z * on;
@@ -273,7 +280,7 @@ template <class T, bool near> __device__ __forceinline__ void mix(const Mixing& 
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const Seed s(l, item / l.parts);
     if (!s.blends) continue;
-    __syncthreads();  // the last item's readers are done
+    __syncthreads();  // all threads are done with the preceding item
     Arena arena{reinterpret_cast<float*>(memory)};
     const Weights<near> w(arena, l, s.slot);
     const Matrix in = arena.matrix(l.tile, c), h = arena.matrix(l.tile, m);
@@ -308,7 +315,7 @@ template <class T, bool near> __device__ __forceinline__ void mix(const Mixing& 
       __syncthreads();
       product<kDot>(h, w.u, n, c, m, [&](int r, int j, float added) {
         float value = in(r, j);
-        if (s.alpha != 0) value = fmaf(s.alpha, added, value);  // else t(x), NaN included, has no part in the result
+        if (s.alpha != 0) value = fmaf(s.alpha, added, value);  // otherwise t(x) must not affect the result, even if it is NaN
         in(r, j) = scaled ? value / down[r] : value;
       });
       __syncthreads();
@@ -318,7 +325,7 @@ template <class T, bool near> __device__ __forceinline__ void mix(const Mixing& 
   }
 }
 
-// clip scales the rows of g whose norm exceeds the limit.
+// clip scales down the rows of g with norms above the limit.
 __device__ __forceinline__ void clip(const Matrix& g, int n, int c, float limit, float eps) {
   for (int r = threadIdx.x; r < n; r += kBlock) {
     double sum = 0;
@@ -330,7 +337,8 @@ __device__ __forceinline__ void clip(const Matrix& g, int n, int c, float limit,
   }
 }
 
-// put writes a thread's tile of a gradient [I, J], of which groups of threads have parts of the sums, to memory.
+// put stores a thread's tile of a gradient [I, J]. Each of `groups` groups of threads has part of
+// the sums.
 __device__ __forceinline__ void put(float* out, const float (&sum)[4][4], float* shared, int I, int J, int group, int groups) {
   __syncthreads();
   Tile t(I, J, threadIdx.x % Tile::number(I, J));
@@ -343,15 +351,15 @@ __device__ __forceinline__ void put(float* out, const float (&sum)[4][4], float*
   }
 }
 
-// mixBackward writes dx of seeds that blend. Of those that learn it writes partial sums by their
-// position in the list: dweights [parts, seeds, 2mC] and dscales [parts, seeds].
+// mixBackward writes dx for seeds that blend. For seeds that learn it writes partial sums, indexed
+// by position in the list: dweights [parts, seeds, 2mC] and dscales [parts, seeds].
 template <class T, bool near>
 __device__ __forceinline__ void mixBackward(const Mixing& l, T* dx, const T* g, const T* x, float* dweights, float* dscales) {
   extern __shared__ float4 memory[];
   const int c = l.chunk, m = l.m, items = l.count() * l.parts;
   const int64_t columns = l.columns();
   const int tiles = Tile::number(m, c), groups = max(1, min(kBlock / tiles, l.tile / 8)), group = threadIdx.x / tiles;
-  const bool kept = tiles <= kBlock;  // sums are in registers; else in memory
+  const bool kept = tiles <= kBlock;  // sums are in registers rather than in memory
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const int position = item / l.parts, part = item % l.parts;
     const Seed s(l, position);
@@ -376,7 +384,7 @@ __device__ __forceinline__ void mixBackward(const Mixing& l, T* dx, const T* g, 
         clip(gs, n, c, l.limit[s.seed], l.eps);
         __syncthreads();
       }
-      if (s.alpha != 0) {  // else t(x), NaN included, has no part in anything
+      if (s.alpha != 0) {  // otherwise t(x) must not affect anything, even if it is NaN
         product<kDot>(in, w.v, n, m, c, [&](int r, int k, float z) { h(r, k) = z; });
         __syncthreads();
         product<kRows>(gs, w.u, n, m, c, [&](int r, int k, float q) {
@@ -417,8 +425,8 @@ __device__ __forceinline__ void mixBackward(const Mixing& l, T* dx, const T* g, 
   }
 }
 
-// sumSlot makes the gradients of one slot: those of the kinds that use chunk weights, and the partial sums. Launch: gridDim.x
-// slots, gridDim.y tiles of kBlock weights.
+// sumSlot computes the gradients of a slot by adding the partial sums to the gradients of the
+// pointwise kinds. Launch: gridDim.x slots and gridDim.y tiles of kBlock weights.
 __device__ __forceinline__ void sumSlot(const Mixing& l, float* dweights, float* dscales, const float* narrow, const float* narrowScales,
                                         const float* partial, const float* partialScales) {
   const int slot = blockIdx.x, j = blockIdx.y * kBlock + threadIdx.x, size = 2 * l.m * l.chunk;
@@ -446,7 +454,7 @@ __device__ __forceinline__ void sumSlot(const Mixing& l, float* dweights, float*
   if (threadIdx.x == 0) dscales[slot] = float(narrowScales[slot] + share[0]);
 }
 
-// Kernels of which the name has far read weights from global memory.
+// Kernels with `far` in their names read weights from global memory.
 #define DEFINE_PLACE(T, place, near)                                                                                \
   extern "C" __global__ void __launch_bounds__(kBlock, 2) kasmina_mix_##place##_##T(Mixing l, T* y, const T* x) {   \
     mix<T, near>(l, y, x);                                                                                          \

@@ -1,32 +1,34 @@
-// How the rows of a layer reach the threads of a kernel: two feeds.
+// Two feeds that bring the rows of a layer to the threads of a kernel:
 //
 //   Direct  each thread loads a batch of rows into its registers
-//   Ring    each thread copies batches to its places in shared memory, two ahead (cp.async, sm_80)
+//   Ring    each thread copies batches to its part of shared memory, two ahead (cp.async, sm_80)
 //
-// A thread reads only what it has fetched itself, so that no block ever waits for itself. A batch
-// is B consecutive rows. The lanes take batches in turn, so that all blocks move through memory
-// together, and rows that do not fill a batch one by one. The last batches come first: what the
-// kernel before has written last, the L2 still holds. The kernel behind, which begins with the
-// first rows, finds those there.
+// A thread reads only data that it has fetched itself, so the threads of a block never wait for
+// each other. A batch is B consecutive rows. Lanes take batches in turn, so that all blocks advance
+// through memory together. Rows that don't fill a batch are processed one by one. The last batches
+// come first, because L2 still holds the rows that the preceding kernel wrote last. The next
+// kernel, which starts with the first rows, finds those there in turn.
 #pragma once
 #include "kasmina.cuh"
 #include <climits>
 
 constexpr int kThreads = 256;
 
-// Share is how the threads of a launch share the work. Of each warp's threads in a row, the first
-// used have columns. They are fewer than all where a chunk must not cross from one warp to the
-// next. The lanes before number late take batches in turn. Each of the others has run batches
-// behind those, but the last few, ending, no more than tail. Blocks of lanes start in order. So
-// late ones even out what the first ones' multiprocessors differ in speed, and short ones at last
-// what those do.
+// Share describes how the threads of a launch share the work. In each row of a warp's threads, only
+// the first `used` have columns. This is less than a full warp if a chunk must not straddle two
+// warps.
+//
+// The lanes numbered below `late` take batches in turn. Each later lane has `run` consecutive
+// batches after those, except for the last `ending` lanes, which have at most `tail` each. Blocks
+// start in order, so the late lanes even out differences in speed between multiprocessors in the
+// first part, and the short ones do the same at the very end.
 struct Share {
   unsigned late : 24, run : 8, ending : 18, tail : 8, used : 6;
 };
 
-// Lane is where a thread works: the columns from col on, in batches index, index + count, ... The
-// threads of a warp that have the same rows are peers. leads is whether it is the first thread that
-// a warp has in a row.
+// Lane is the position of a thread: the columns from col on, in batches index, index + count, ...
+// The threads of a warp with the same rows are peers. leads is true for the first thread of a warp
+// in a row.
 struct Lane {
   int col;
   int index, count;  // of lanes
@@ -34,12 +36,13 @@ struct Lane {
   bool leads;
 
   __device__ __forceinline__ Lane(int n, const Share& share) {
-    const bool narrow = blockDim.x < kWarp;  // else a multiple of it
+    const bool narrow = blockDim.x < kWarp;  // otherwise a multiple of kWarp
     const int t = blockIdx.x * blockDim.x + threadIdx.x, place = narrow ? threadIdx.x : t % kWarp;
     col = place < share.used ? ((narrow ? blockIdx.x : t / kWarp) * share.used + place) * n : INT_MAX;
     index = blockIdx.y * blockDim.y + threadIdx.y, count = gridDim.y * blockDim.y, leads = place == 0;
   }
-  // find says whether the thread has any columns of d. All threads of the block call it.
+  // find reports whether the thread has any of the d columns. All threads of the block must call
+  // it.
   __device__ __forceinline__ bool find(int d) {
     peers = __ballot_sync(kAllLanes, col < d);
     if (blockDim.x < kWarp) peers &= __match_any_sync(kAllLanes, threadIdx.y);
@@ -49,45 +52,47 @@ struct Lane {
   __device__ __forceinline__ static int inWarp() { return inBlock() % kWarp; }
 };
 
-// Work is the rows of a lane: batches of B, from the last one on, then single rows, which one lane has. Places are in elements, of its
-// columns.
+// Work is the rows of a lane: batches of B, from the last one to the first, and then single rows,
+// which only one lane has. Positions are in elements, for the lane's columns.
 template <int B> struct Work {
-  int row, stride;  // of the first batch; rows from one batch back to the next
-  int rest;         // the first single row; the last lane that takes batches in turn has them, as it has no more than others
+  int row, stride;  // row: of the first batch; stride: rows from one batch back to the next
+  int rest;         // the first single row; these go to the last lane that takes batches in turn, which never has more batches than another lane
   int batches, singles, col, d;
 
   __device__ __forceinline__ Work(const Lane& lane, const Share& share, int rows, int d)
       : col(lane.col), d(d) {
     const int full = rows / B, ending = lane.count - share.ending;
     const int last = max(full - share.ending * share.tail, 0), turns = max(last - (ending - share.late) * share.run, 0);
-    int at = lane.index, end = turns, by = share.late;  // batches: the first, behind the last, from one to the next
+    int at = lane.index, end = turns, by = share.late;  // batches: first, end, and step
     if (lane.index >= ending) at = last + (lane.index - ending) * share.tail, end = min(full, at + share.tail), by = 1;
     else if (lane.index >= share.late) at = turns + (lane.index - share.late) * share.run, end = min(last, at + share.run), by = 1;
     batches = at < end ? unsigned(end - 1 - at) / unsigned(by) + 1 : 0;
     row = (full - 1 - at) * B, stride = by * B, rest = full * B;
     singles = lane.index == share.late - 1 ? rows - rest : 0;
   }
-  // Products are of 32 bits by 32 bits, which is one instruction: none is negative.
+  // Products are 32 by 32 bits, which takes one instruction; no operand is negative.
   __device__ __forceinline__ int64_t place(int row) const { return int64_t(uint64_t(unsigned(row)) * unsigned(d) + unsigned(col)); }
   __device__ __forceinline__ int64_t step() const { return int64_t(uint64_t(unsigned(stride)) * unsigned(d)); }
-  // prefetch brings the first so many batches to the L2, a thread for each line. They need not have been written yet.
+  // prefetch brings the first `count` batches to L2, with one thread per line. They may still be
+  // unwritten.
   template <int count, class T> __device__ __forceinline__ void prefetch(const T* x, const Lane& lane) const {
     if (!lane.leads && (reinterpret_cast<uintptr_t>(x + col) & 127) >= 16) return;
 #pragma unroll
     for (int i = 0; i < count * B; i++)
       if (i < batches * B) asm volatile("prefetch.global.L2 [%0];" ::"l"(x + nth(i)));
   }
-  __device__ __forceinline__ int count() const { return batches * B + singles; }  // of its rows
+  __device__ __forceinline__ int count() const { return batches * B + singles; }  // rows of the lane
   __device__ __forceinline__ int64_t nth(int i) const {
     return place(i < batches * B ? row - i / B * stride + i % B : single(i - batches * B));
   }
   __device__ __forceinline__ int single(int i) const { return rest + i; }
 };
 
-// Pivots finds what the deviations of a thread's seeds are first taken from: of each, the median of its first three elements.
-// From an outlier all others of a group would be far, and their squares would cancel.
+// Pivots finds a pivot for the deviations of each of a thread's seeds: the median of its first
+// three elements. If the pivot were an outlier, all other elements would be far from it, and their
+// squares would cancel.
 template <class T, int N, int E> struct Pivots {
-  static constexpr int G = N / E, early = E < 3 ? 3 : 1;  // rows that have three elements
+  static constexpr int G = N / E, early = E < 3 ? 3 : 1;  // rows that contain three elements
   Pack<T, N> first[early];
 
   template <int B> __device__ __forceinline__ void fetch(const T* x, const Work<B>& work) {
@@ -107,7 +112,7 @@ template <class T, int N, int E> struct Pivots {
       k[g] = __builtin_expect(plain, 1) || search(e, x + g * E, work) ? median(e[0], e[1], e[2]) : e[0];
     }
   }
-  // search finds three elements that are finite, or as many as there are, and says whether it did.
+  // search finds the first three finite elements, and reports whether there were three.
   template <int B> __device__ static __forceinline__ bool search(float (&e)[3], const T* x, const Work<B>& work) {
     int found = 0;
     e[0] = 0;
@@ -118,15 +123,15 @@ template <class T, int N, int E> struct Pivots {
   }
 };
 
-// Source is A arrays of one shape.
+// Source holds A arrays of the same shape.
 template <class T, int A> struct Source {
   const T* p[A];
 };
 
-// A Feed<T, N, A> has the size B of its batches. With next(v, at) it gives the lane's batches one
-// after the other, where at is where the batch begins. Of arrays but the first it gives zeros
-// unless all, which a warp's threads agree on, and does not read them. After finish, and a barrier
-// if it is shared, shared memory may serve other ends.
+// A feed, Feed<T, N, A>, has a batch size B. next(v, at) returns the lane's batches one after
+// another, where `at` is the start of the batch. Unless `all` is set, which must be the same for
+// all threads of a warp, only the first array is read, and next returns zeros for the rest. After
+// finish, plus a barrier if `shared` is set, shared memory may be reused.
 template <class T, int N, int A, int B_> struct Direct {
   static constexpr int B = B_;
   static constexpr bool shared = false;
@@ -148,14 +153,15 @@ template <class T, int N, int A, int B_> struct Direct {
   __device__ __forceinline__ void finish() {}
 };
 
-// loadShared reads 16 bytes.
+// loadShared reads 16 bytes from shared memory.
 template <class V> __device__ __forceinline__ void loadShared(V& v, uint32_t from) {
   static_assert(sizeof(V) == 16, "16-byte accesses only");
   uint4& w = reinterpret_cast<uint4&>(v);
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from) : "memory");
 }
 
-// storeWhole is store of 16 bytes in one access, which the compiler takes apart where it has lost sight of what belongs together.
+// storeWhole stores 16 bytes in one access. The compiler splits a plain store if it no longer knows
+// that the registers belong together.
 template <class T, int N> __device__ __forceinline__ void storeWhole(T* p, const Pack<T, N>& v) {
   if constexpr (sizeof(v) == 16) {
     const uint4& w = reinterpret_cast<const uint4&>(v);
@@ -165,22 +171,22 @@ template <class T, int N> __device__ __forceinline__ void storeWhole(T* p, const
   }
 }
 
-// Ring takes ahead·A·B·kThreads·16 bytes of shared memory.
+// Ring uses ahead·A·B·kThreads·16 bytes of shared memory.
 template <class T, int N, int A, int B_> struct Ring {
   static constexpr int B = B_, ahead = 3;
   static constexpr bool shared = true;
   static constexpr uint32_t array = kThreads * 16, stage = A * B * array;
   const Source<T, A>& src;
   const Work<B>& work;
-  int rest;                  // bytes to read of arrays but the first; what is not read is 0
+  int rest;                  // bytes to read from each array after the first; the rest becomes 0
   int64_t at;
-  int left;                  // batches not fetched yet
-  uint32_t ring, put, take;  // its address, and offsets into it
+  int left;                  // batches not yet fetched
+  uint32_t ring, put, take;  // the ring's address, and offsets into it
 
   __device__ __forceinline__ Ring(void* shared, const Source<T, A>& src, const Lane&, const Work<B>& w, bool all)
       : src(src), work(w), rest(all ? 16 : 0), at(w.place(w.row)), left(w.batches), put(0), take(0) {
     ring = uint32_t(__cvta_generic_to_shared(shared)) + Lane::inBlock() * 16;
-    asm volatile("" : "+r"(ring), "+r"(rest));  // so that they stay in registers
+    asm volatile("" : "+r"(ring), "+r"(rest));  // keep these in registers
     for (int i = 0; i < ahead - 1; i++) request();
   }
   __device__ __forceinline__ void request() {
@@ -208,38 +214,40 @@ template <class T, int N, int A, int B_> struct Ring {
   __device__ __forceinline__ void finish() {}
 };
 
-// prefetchParts brings to the L2 what a block is about to read: count elements of each of so many parts, which lie stride apart.
-// They need not have been written yet.
+// prefetchParts brings data that a block is about to read to L2: `count` elements from each part,
+// where parts are `stride` elements apart. They may still be unwritten.
 template <class T> __device__ __forceinline__ void prefetchParts(const T* p, int parts, int64_t stride, int count) {
   const int lines = (count * int(sizeof(T)) + 127) / 128;
   for (int i = threadIdx.x; i < parts * lines; i += blockDim.x)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(p + i / lines * stride) + i % lines * 128));
 }
 
-// Neighbours gives the elements on either side of a thread's N columns. There is x1 right before
-// them, x2 before x1, and likewise behind. They are zeros where the chunk ends.
+// Neighbours provides the elements on either side of a thread's N columns. x1 is adjacent to them
+// and x2 is next to x1, before or after. Outside the chunk they are zeros.
 template <class T, int N> struct Neighbours {
   int at, chunk;
-  bool loadLeft, loadRight;  // the neighbour is in another warp
-  bool crosses;              // of any thread of the warp
+  bool loadLeft, loadRight;  // the neighbor is in another warp
+  bool crosses;              // true if any thread of the warp has such a neighbor
   unsigned peers;
 
-  // whole: no thread has neighbours, and no member function is called.
+  // If `whole` is set, threads have no neighbors, and no member function may be called.
   __device__ __forceinline__ Neighbours(const Lane& l, int at, int chunk, bool whole) : at(at), chunk(chunk), peers(l.peers) {
     if (whole) return;
     loadLeft = at > 0 && (l.inWarp() == 0 || !(peers >> (l.inWarp() - 1) & 1));
     loadRight = at + N < chunk && (l.inWarp() == kWarp - 1 || !(peers >> (l.inWarp() + 1) & 1));
     crosses = __any_sync(peers, loadLeft || loadRight);
   }
-  // loadBefore and loadBehind take them from memory, where the thread's columns are at p.
+  // loadBefore and loadBehind read the neighbors from memory, where p points to the thread's
+  // columns.
   __device__ __forceinline__ void loadBefore(const T* p, float& x1, float& x2) const {
     x1 = at > 0 ? toFloat(p[-1]) : 0, x2 = at > 1 ? toFloat(p[-2]) : 0;
   }
   __device__ __forceinline__ void loadBehind(const T* p, float& x1, float& x2) const {
     x1 = at + N < chunk ? toFloat(p[N]) : 0, x2 = at + N + 1 < chunk ? toFloat(p[N + 1]) : 0;
   }
-  // before and behind take them from the neighbouring threads, all of which call it. Where any of a
-  // warp's crosses, crossBefore and crossBehind put right what those do not have.
+  // before and behind get the neighbors from adjacent threads, which must all call them. If any
+  // thread of the warp crosses into another warp, crossBefore and crossBehind then correct its
+  // neighbors.
   __device__ __forceinline__ void before(const Pack<T, N>& v, const T* p, float& x1, float& x2) const {
     if constexpr (N == 1) {
       loadBefore(p, x1, x2);
@@ -266,7 +274,7 @@ template <class T, int N> struct Neighbours {
   }
 
  private:
-  // exchange gives elements i and i + 1 of another thread's v, or zeros where there are none.
+  // exchange returns elements i and i + 1 of another thread's v, or zeros if there are none.
   template <int i, class F>
   __device__ static __forceinline__ void exchange(float (&two)[2], const Pack<T, N>& v, bool any, F shuffle) {
     constexpr int words = 2 * sizeof(T) / 4;
@@ -281,7 +289,8 @@ template <class T, int N> struct Neighbours {
   }
 };
 
-// sumOver adds up over the threads of a warp that share a chunk: share of them, of which this is number place.
+// sumOver adds up v over the `share` threads of a warp that share a chunk. This thread is number
+// `place` of these.
 __device__ __forceinline__ float sumOver(float v, int share, int place, unsigned peers) {
   if ((share & (share - 1)) == 0) {
     for (int k = share / 2; k > 0; k /= 2) v += __shfl_xor_sync(peers, v, k);
@@ -294,9 +303,10 @@ __device__ __forceinline__ float sumOver(float v, int share, int place, unsigned
   return __shfl_sync(peers, v, Lane::inWarp() - place);
 }
 
-// sumTwoOver adds up two numbers likewise, over a share that is even. The thread at place 0 has the
-// sum of a, the next that of b. It has no loop: each turn would begin with a check that the threads
-// of such a mask are together. That takes longer than a shuffle.
+// sumTwoOver adds up two numbers the same way, for an even share. The thread at place 0 gets the
+// sum of a, and the thread at place 1 the sum of b. It is written without a loop, since every
+// iteration would start by checking that the threads of the mask are together, which takes longer
+// than a shuffle.
 __device__ __forceinline__ float sumTwoOver(float a, float b, int share, int place, unsigned peers) {
   const bool odd = place & 1;
   float v = (odd ? b : a) + __shfl_xor_sync(peers, odd ? a : b, 1);
@@ -309,13 +319,15 @@ __device__ __forceinline__ float sumTwoOver(float a, float b, int share, int pla
   return v;
 }
 
-// Shapes: what a thread holds. FOR_WIDE_SHAPES(DEFINE, T) is DEFINE(name, T, N, E, whole) for each
-// where rows are aligned; whole is whether E is the chunk. quad: chunks of 4. part: chunks of whole
-// accesses. Beside them there is single: any chunk, element by element.
+// Shapes describe which columns a thread has. FOR_WIDE_SHAPES(DEFINE, T) expands to DEFINE(name, T,
+// N, E, whole) for each shape with aligned rows, where `whole` means that E is the chunk. The shape
+// quad has chunks of 4, and part has chunks of whole accesses. The shape single handles any chunk,
+// element by element.
 #define FOR_WIDE_SHAPES(DEFINE, T)  \
   DEFINE(quad, T, kVec<T>, 4, true) \
   DEFINE(part, T, kVec<T>, kVec<T>, false)
-// The kernels of a pass at a shape, KERNEL(mode, name, shape, T, N, E, whole, Feed) for each mode.
+// FOR_MODES expands to the kernels of a pass for one shape, KERNEL(mode, name, shape, T, N, E,
+// whole, Feed) for each mode.
 #define FOR_MODES(KERNEL, Feed, shape, T, N, E, whole) \
   KERNEL(kWatch, watch, shape, T, N, E, whole, Feed)   \
   KERNEL(kQuiet, quiet, shape, T, N, E, whole, Feed)   \

@@ -1,24 +1,25 @@
-// What a Kasmina layer measures row by row, for those who ask for it. There are the figures of each
-// row and seed, averaged over the rows or their largest. There are gradient norms of chunks that do
-// not fit in a thread, and histograms.
+// Optional row-by-row measurements of a Kasmina layer: figures of each row and seed, reduced to
+// their mean or maximum over the rows; gradient norms of chunks that don't fit in a warp; and
+// histograms.
 //
-//   health:    variance, mean, min, max, share of |v| < eps, |mean|/sqrt(variance + eps)       rows without a finite
-//   gradient:  norm, variance, largest magnitude                                               element do not count
+//   health:    variance, mean, min, max, share of |v| < eps, |mean|/sqrt(variance + eps)
+//   gradient:  norm, variance, largest magnitude
 //   scale[row, seed] = min(1, limit/(norm + eps))
 //
-// W lanes of a warp, a power of two, share a row of a chunk. They read it twice: for the mean and
-// for the deviations. Groups of W lanes that have no seed take other rows.
+// Rows without a finite element don't count. W lanes of a warp, a power of two, share a row of a
+// chunk. They read it twice: once for the mean and once for the deviations. Groups of W lanes
+// without a seed of their own take other rows.
 #include "kasmina.cuh"
 
 enum Reduction { kExact, kMean, kMax };
 constexpr int kRowFigures = 6;
 
-// RowPartial is what a part of the rows leaves of a seed.
+// RowPartial is the result for a seed from one part of the rows.
 struct RowPartial {
   double figures[kRowFigures];
   Moments norms;
 
-  __device__ __forceinline__ explicit RowPartial(int reduction) {  // of no rows
+  __device__ __forceinline__ explicit RowPartial(int reduction) {  // for no rows
     for (double& f : figures) f = reduction == kMax ? -INFINITY : 0;
   }
   __device__ __forceinline__ void merge(const RowPartial& o, int reduction) {
@@ -33,7 +34,8 @@ template <class Op> __device__ __forceinline__ float groupReduce(float v, int w)
   return v;
 }
 
-// forEach calls f for every w-th of c elements, from number lane on, and for some NaN besides. It loads eight at a time.
+// forEach calls f for every w-th of c elements, from number lane on, and possibly for some
+// additional NaNs. It loads eight at a time.
 template <class T, class F> __device__ __forceinline__ void forEach(const T* p, int c, int lane, int w, F f) {
   for (int i = lane; i < c; i += 8 * w) {
     float e[8];
@@ -44,8 +46,8 @@ template <class T, class F> __device__ __forceinline__ void forEach(const T* p, 
   }
 }
 
-// anchorOf is the median of the first three of c elements, so that it is not one that is far from
-// all others. Where these are not finite, it is the first that is.
+// anchorOf returns the median of the first three of c elements, to avoid an outlier. If these are
+// not all finite, it returns the first finite element.
 template <class T> __device__ __forceinline__ float anchorOf(const T* p, int c) {
   const float e0 = toFloat(p[0]), e1 = toFloat(p[min(1, c - 1)]), e2 = toFloat(p[min(2, c - 1)]);
   if (finite(e0) && finite(e1) && finite(e2)) return median(e0, e1, e2);
@@ -54,9 +56,9 @@ template <class T> __device__ __forceinline__ float anchorOf(const T* p, int c) 
   return 0;
 }
 
-// Launch: 256 threads, which are groups of W for `across` seeds a block, by so many parts of the
-// rows as are left. The parts of the gridDim.y blocks take rows in turn. partial is [parts, seeds].
-// scale and clipped matter where l.limit is not null.
+// Launch: 256 threads in groups of W, for `across` seeds per block and as many parts of the rows as
+// fit. The parts of the gridDim.y blocks take rows in turn. partial is [parts, seeds]. scale and
+// clipped are used only if l.limit is not null.
 template <class T, bool gradient>
 __device__ __forceinline__ void measureRows(const Layer& l, const T* v, RowPartial* partial, float* scale, uint32_t* clipped,
                                             int across, int w, int reduction) {
@@ -107,9 +109,9 @@ __device__ __forceinline__ void measureRows(const Layer& l, const T* v, RowParti
   if (clips > 0) atomicAdd(clipped + seed, clips);
 }
 
-// Writes the first count figures [.., seeds] unless the reduction is exact. From figure norms on it
-// writes mean, variance and number of the norms, unless norms is negative. Launch: a warp a seed, 4
-// a block.
+// Writes the first `count` figures [.., seeds], unless the reduction is exact. Unless norms is
+// negative, it also writes the mean, variance and number of the norms, from figure `norms` on.
+// Launch: one warp per seed, 4 per block.
 extern "C" __global__ void __launch_bounds__(4 * kWarp)
     kasmina_rows_merge(float* figures, const RowPartial* partial, int parts, int seeds, int reduction, int count, int norms) {
   const int seed = blockIdx.x * 4 + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -139,8 +141,9 @@ extern "C" __global__ void __launch_bounds__(4 * kWarp)
 
 constexpr int kBins = 40;
 
-// Adds to bins [seeds, kBins]: bin i counts 2^(i−24) ≤ |x| < 2^(i−23), the first also what is smaller and the last what is
-// larger. Launch: a thread a column, the gridDim.y blocks share the rows.
+// Adds to bins [seeds, kBins]. Bin i counts 2^(i−24) ≤ |x| < 2^(i−23); the first bin includes
+// everything smaller and the last bin everything larger. Launch: one thread per column; the
+// gridDim.y blocks share the rows.
 template <class T> __device__ __forceinline__ void histogram(uint32_t* bins, const T* x, int64_t rows, int seeds, int chunk) {
   int d = seeds * chunk, col = blockIdx.x * blockDim.x + threadIdx.x;
   if (col >= d) return;

@@ -23,7 +23,7 @@ func TestKasmina(t *testing.T) {
 		{5, 44, 8, 12}, {3, 44, 1000, 45}, {1, 1, 1, 2}, {900, 2, 37, 3},
 		{65, 1, 4096, 2}, {2, 3000, 4, 2000},
 		{40, 5, 128, 6}, {37, 3, 512, 4}, {513, 2, 32, 3},
-		// a chunk's threads are no power of two
+		// a chunk's threads are not a power of two
 		{77, 12, 24, 5}, {61, 5, 40, 6}, {35, 16, 48, 17}, {130, 44, 56, 4}, {19, 2, 384, 3},
 	}
 
@@ -48,12 +48,13 @@ func TestKasmina(t *testing.T) {
 	}
 }
 
-// TestKasminaFewSeeds has many rows of few columns, whose sums come from many lanes.
+// TestKasminaFewSeeds checks layers with many rows and few columns, where sums come from many
+// lanes.
 func TestKasminaFewSeeds(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	shapes := [][3]int{ // seeds, chunk, from
 		{2, 48, 13}, {4, 24, 25}, {1, 12, 36}, {1, 256, 14}, {3, 4, 24}, {5, 7, 35}, {2, 384, 25},
-		// warps that need little: no x, no x and clipped, no relu; nothing
+		// warps with few needs: no x, no x but clipping, no relu, and nothing
 		{4, 4, 2}, {4, 4, 2}, {4, 4, 13}, {2, 48, 2}, {2, 4, 0},
 	}
 	for i, s := range shapes {
@@ -67,7 +68,8 @@ func TestKasminaFewSeeds(t *testing.T) {
 	}
 }
 
-// TestKasminaGrid needs no GPU.
+// TestKasminaGrid checks how random layers are divided, and that the workspace is large enough. It
+// needs no GPU.
 func TestKasminaGrid(t *testing.T) {
 	device := gpu.DeviceInfo{SMs: 132}
 	for range kerneltest.Few(2000, 500) {
@@ -99,14 +101,14 @@ func TestKasminaGrid(t *testing.T) {
 	}
 }
 
-// checkColumns has each column of a row, and of each of those that a block has at once, be one
-// thread's. Lane of kasmina_feed.cuh deals them out. A chunk's threads are of one warp where they
-// form its norm.
+// checkColumns checks that each column, in each of the rows that a block processes at once, belongs
+// to exactly one thread. It divides columns like Lane in kasmina_feed.cuh. It also checks that the
+// threads of a chunk belong to one warp if they compute its norm.
 func (g grid) checkColumns(t *testing.T, l Layer) {
 	t.Helper()
 	d := l.State.Seeds * l.Chunk
 	times := make([]int, kernel.CeilDiv(d, g.perThread))
-	begun := make([]int, g.down) // the warp that the chunk began in
+	begun := make([]int, g.down) // the warp where the row's current chunk starts
 	for i := range g.tiles * blockThreads {
 		tile, thread := i/blockThreads, i%blockThreads
 		x, y := thread%g.across, thread/g.across
@@ -133,7 +135,7 @@ func (g grid) checkColumns(t *testing.T, l Layer) {
 	}
 }
 
-// TestKasminaLateBlocks has more rows than the blocks in flight take in turn.
+// TestKasminaLateBlocks checks layers with more rows than the blocks in flight take in turn.
 func TestKasminaLateBlocks(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, s := range [][3]int{{1411, 300, 4}, {1533, 80, 16}, {1330, 50, 3}} {
@@ -141,7 +143,7 @@ func TestKasminaLateBlocks(t *testing.T) {
 			c.rows, c.seeds, c.chunk, c.slots, c.deviation = s[0], s[1], s[2], 50, 1
 			c.dtype, c.stability = kerneltest.StorageTypes[(i+j)%3], seed.Adaptive
 			g.Scope(c.String(), func(g *kerneltest.Rig) {
-				small := kernel.New(g.Ctx) // a GPU of one multiprocessor has few blocks in flight
+				small := kernel.New(g.Ctx) // a GPU with a single multiprocessor has few blocks in flight
 				small.Info.SMs = 1
 				defer func() { g.Must(small.Close()) }()
 				g.Set = small
@@ -156,7 +158,7 @@ func TestKasminaLateBlocks(t *testing.T) {
 }
 
 // TestKasminaForeignKinds gives every other seed that blends or learns a kind that other kernels
-// evaluate: such seeds are measured and clipped, and else left alone.
+// evaluate, and checks that these seeds are measured and clipped but otherwise left alone.
 func TestKasminaForeignKinds(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, chunk := range []int{4, 16, 3, 4096} {
@@ -182,7 +184,7 @@ func TestKasminaForeignKinds(t *testing.T) {
 	}
 }
 
-// TestKasminaIllConditioned has data that share all but their last digits.
+// TestKasminaIllConditioned checks the figures of data that differ only in their last digits.
 func TestKasminaIllConditioned(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for reduction := range seed.Max + 1 {
@@ -197,9 +199,10 @@ func TestKasminaIllConditioned(t *testing.T) {
 	}
 }
 
-// TestKasminaPivots has an outlier that makes up the variance among the elements of the last rows,
-// with which some lanes begin. Or it has them begin with rows that are not finite, before data that
-// share all but their last digits.
+// TestKasminaPivots checks the figures of data that make it hard to find a pivot. Either one of the
+// elements that some lanes read first, in the last rows, is an outlier that accounts for most of
+// the variance. Or these elements are not finite, and are followed by data that differ only in
+// their last digits.
 func TestKasminaPivots(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, dt := range kerneltest.StorageTypes {
@@ -207,7 +210,7 @@ func TestKasminaPivots(t *testing.T) {
 			for place := range 3 {
 				c := kasminaCase{rows: 516, seeds: 44, chunk: chunk, slots: 45, dtype: dt,
 					stability: seed.Fast, telemetry: true, deviation: 1}
-				// first is where a lane begins, of batches of two and of four rows
+				// `first` starts a lane, with batches of two rows and of four
 				columns, first := c.seeds*chunk, c.rows-4
 				g.Scope(fmt.Sprintf("%v outlier %d", c, place), func(g *kerneltest.Rig) {
 					newKasmina(g, c, func(i int, v float64) float64 {
@@ -235,8 +238,9 @@ func TestKasminaPivots(t *testing.T) {
 	}
 }
 
-// TestKasminaExtremes has NaN, Inf and very large numbers. Those are counted and left out of the
-// figures, these evaluated scaled down, and what does not blend keeps its bits.
+// TestKasminaExtremes checks NaN, Inf and very large numbers. NaN and Inf are counted and excluded
+// from the figures, large numbers are scaled down for evaluation, and elements that don't blend
+// keep their bits.
 func TestKasminaExtremes(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, dt := range kerneltest.StorageTypes {
@@ -279,7 +283,8 @@ func TestKasminaExtremes(t *testing.T) {
 	}
 }
 
-// checkNonFinite: what does not blend keeps its bits, and what should not be finite is not.
+// checkNonFinite checks that elements that don't blend keep their bits, and that results are not
+// finite where they should not be.
 func (r *kasminaRun) checkNonFinite() {
 	r.Helper()
 	y, dx := r.Read(r.y), r.Read(r.dx)
@@ -301,7 +306,7 @@ func (r *kasminaRun) checkNonFinite() {
 
 func finite(v float64) bool { return v-v == 0 }
 
-// TestKasminaState needs no GPU.
+// TestKasminaState checks the encoding of seeds. It needs no GPU.
 func TestKasminaState(t *testing.T) {
 	st := State{Seeds: 5, Slots: 4}
 	raw := make([]byte, st.Bytes())
@@ -311,7 +316,7 @@ func TestKasminaState(t *testing.T) {
 		{Kind: 3, Slot: 3, Learn: true}, {Kind: 9, Slot: 2},
 	}
 	encode := func() error { return st.Encode(raw, func(i int) seed.Seed { return seeds[i] }) }
-	for range 2 { // into what the first left
+	for range 2 { // the second time over existing contents
 		require.NoError(t, encode())
 	}
 
@@ -326,7 +331,7 @@ func TestKasminaState(t *testing.T) {
 	require.ErrorContains(t, encode(), "seed 4 has slot 4")
 }
 
-// TestKasminaLaunches launches passes of every kind, whose parameters the fake driver checks.
+// TestKasminaLaunches launches passes of every kind on the fake driver, which checks the arguments.
 func TestKasminaLaunches(t *testing.T) {
 	k, _, p := kerneltest.FakeAttention(t, 90, 227<<10)
 	for i, chunk := range []int{4, 16, 3, 4096} {

@@ -15,16 +15,16 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// kasminaCase is a layer with random state: its stages and kinds in turn, so that 44 seeds have all
-// combinations.
+// kasminaCase is a layer with random state. Seeds cycle through the stages and kinds, so that 44
+// consecutive seeds cover all combinations.
 type kasminaCase struct {
 	rows, seeds, chunk, slots int
-	width                     int // of slots that are wider than chunks, else 0
+	width                     int // of slots wider than chunks, or 0
 	dtype                     gpu.DType
 	stability                 seed.Stability
 	reduction                 seed.Reduction
 	clip, telemetry           bool
-	skew, from                int     // from: what number gives the first seed its stage and kind
+	skew, from                int     // from: number that determines the first seed's stage and kind
 	mean, deviation           float64 // of x and g
 }
 
@@ -35,7 +35,7 @@ func (c kasminaCase) String() string {
 		c.clip, c.telemetry, c.skew)
 }
 
-// kasminaRun is a layer on the GPU and its reference.
+// kasminaRun is a layer on the GPU and its reference results.
 type kasminaRun struct {
 	*kerneltest.Rig
 	kasminaCase
@@ -44,7 +44,7 @@ type kasminaRun struct {
 	x, g, y, dx      *kerneltest.Buffer
 	dw, ds           *kerneltest.Buffer
 	health, gradient *kerneltest.Buffer
-	counts           *kerneltest.Buffer // bad of x, bad of g, clipped
+	counts           *kerneltest.Buffer // NaN and Inf in x, the same in g, clipped rows
 	bins             *kerneltest.Buffer
 	forwardSpace     *kerneltest.Buffer
 	backwardSpace    *kerneltest.Buffer
@@ -63,7 +63,7 @@ const (
 	slotOfNone    = 0
 )
 
-// kinds is how many of them fit into the slots.
+// kinds returns the number of kinds that fit in the slots.
 func (c kasminaCase) kinds() int {
 	if c.width < 2*c.chunk {
 		return kinds
@@ -101,7 +101,7 @@ func kasminaSeeds(g *kerneltest.Rig, c kasminaCase) []seed.Seed {
 	return seeds
 }
 
-// newKasmina uploads a random layer. spoil, if not nil, puts special values into x and g.
+// newKasmina uploads a random layer. spoil, if not nil, replaces values of x and g.
 func newKasmina(g *kerneltest.Rig, c kasminaCase,
 	spoil func(i int, v float64) float64) *kasminaRun {
 	g.Helper()
@@ -112,7 +112,7 @@ func newKasmina(g *kerneltest.Rig, c kasminaCase,
 		for i := range v {
 			v[i] = c.mean + c.deviation*g.Rand.NormFloat64()
 			if c.stability == seed.Strict && c.mean == 0 && g.Rand.IntN(9) == 0 {
-				v[i] = 0 // which the strict mode leaves as it is
+				v[i] = 0 // strict mode does not change zeros
 			}
 			if spoil != nil {
 				v[i] = spoil(i, v[i])
@@ -171,7 +171,7 @@ func (r *kasminaRun) launchBackward() {
 	r.Must(r.Launch(r.Stream, b))
 }
 
-// refer computes what is wanted in float64.
+// refer computes the expected results in float64.
 func (r *kasminaRun) refer() {
 	k := &cpukasmina.Layer[float64]{Rows: r.rows, Seeds: r.seeds, Chunk: r.chunk, Slots: r.slots,
 		Width: max(r.width, r.chunk), Eps: r.layer.Eps,
@@ -210,8 +210,8 @@ func readWords(g *kerneltest.Rig, b *kerneltest.Buffer) []uint32 {
 	return words
 }
 
-// checkCounts compares the counts after so many runs. A row whose norm is the limit but for
-// rounding may be clipped or not.
+// checkCounts compares the counts after the given number of runs. Rows with a norm at the limit,
+// except for rounding, may be clipped or not.
 func (r *kasminaRun) checkCounts(runs int) {
 	r.Helper()
 	got := readWords(r.Rig, r.counts)
@@ -230,8 +230,8 @@ func (r *kasminaRun) checkCounts(runs int) {
 	}
 }
 
-// borderline is how many rows of a seed's gradient have a norm that float32 cannot tell from the
-// limit.
+// borderline returns the number of rows of a seed's gradient with a norm too close to the limit for
+// float32.
 func (r *kasminaRun) borderline(seed int) (n int) {
 	for row := range r.rows {
 		var sum float64
@@ -248,7 +248,7 @@ func (r *kasminaRun) borderline(seed int) (n int) {
 	return n
 }
 
-// checkFigures compares the figures of every seed: each to tol of the scale that it is known to.
+// checkFigures compares the figures of every seed, each relative to the scale of its precision.
 func (r *kasminaRun) checkFigures(tol float64) {
 	r.Helper()
 	health, gradient, bins := r.Read(r.health), r.Read(r.gradient), readWords(r.Rig, r.bins)
@@ -268,7 +268,7 @@ func (r *kasminaRun) checkFigures(tol float64) {
 		deviation := math.Sqrt(m.Variance())
 		size := math.Abs(m.Mean) + deviation
 		at := func(figures []float64, i int) float64 { return figures[i*r.seeds+s] }
-		// A row's variance is formed of few elements, whose differences are only as exact as
+		// A row's variance comes from few elements, and their differences are only as accurate as
 		// float32.
 		check(s, "variance", at(health, 0), h[0], h[0])
 		check(s, "mean", at(health, 1), h[1], size)
@@ -281,11 +281,11 @@ func (r *kasminaRun) checkFigures(tol float64) {
 		g := r.wantGradient[s].Gradient(r.reference.Reduce)
 		norms := r.wantGradient[s].Norms
 		check(s, "gradient's norm", at(gradient, 0), g[0], g[0])
-		// whose squares double the rounding, and more in clipped rows
+		// squaring doubles the rounding error, and clipped rows have more
 		check(s, "gradient's variance", at(gradient, 1), g[1], 4*g[1])
 		check(s, "largest gradient", at(gradient, 2), g[2], g[2])
 		check(s, "norms' mean", at(gradient, Norms), norms.Mean, norms.Mean)
-		// Up to eight norms at once are summed up from the first row's, outlier or not.
+		// Groups of up to eight norms use the first row's norm as pivot, even if it is an outlier.
 		check(s, "norms' variance", at(gradient, Norms+1), norms.Variance(), 4*norms.Variance()+
 			1e-2*norms.Mean*norms.Mean)
 		check(s, "norms' count", at(gradient, Norms+2), norms.N, 0)
@@ -295,7 +295,7 @@ func (r *kasminaRun) checkFigures(tol float64) {
 	}
 }
 
-// checkFiguresAlone runs both passes, and compares the figures alone.
+// checkFiguresAlone runs both passes and compares only the figures.
 func (r *kasminaRun) checkFiguresAlone() {
 	r.Helper()
 	r.refer()
@@ -304,7 +304,7 @@ func (r *kasminaRun) checkFiguresAlone() {
 	r.checkFigures(1e-6)
 }
 
-// check runs both passes twice, with different garbage in the outputs, and compares.
+// check runs both passes twice, with different garbage in the outputs, and compares all results.
 func (r *kasminaRun) check() {
 	r.Helper()
 	r.refer()
@@ -327,7 +327,7 @@ func (r *kasminaRun) check() {
 	r.Near("y", r.y, r.wantY, kerneltest.Forward(r.dtype))
 	r.Near("dx", r.dx, r.wantDX, kerneltest.Backward(r.dtype))
 	tol := 1e-5
-	if r.seeds < 10 { // of few sums all may be of terms that cancel
+	if r.seeds < 10 { // with few sums, all may have terms that cancel
 		tol = 1e-3
 	}
 
@@ -358,9 +358,9 @@ func (r *kasminaRun) check() {
 	r.checkInPlace(2)
 }
 
-// checkInPlace computes the backward pass in the memory of g, if that can be done, after so many
-// runs elsewhere. Then dx gets the same bits, and as much is counted. Where threads are dealt out
-// as before, so does all else.
+// checkInPlace runs the backward pass again with dx in the memory of g, if the layer allows this,
+// after the given number of other runs. dx and the counts must be the same. If threads are divided
+// as before, the other results must also have the same bits.
 func (r *kasminaRun) checkInPlace(runs int) {
 	r.Helper()
 	if r.width > 0 || r.skew > 0 || !r.layer.InPlace() {

@@ -25,8 +25,8 @@ var (
 	StorageTypes = []gpu.DType{F32, Bf16, F16}
 )
 
-// Few is n, and less in short mode. Compute-sanitizer's racecheck takes a second for a tile of
-// attention's plain kernels, and tens of milliseconds for any launch.
+// Few returns n, or short in short mode. Compute-sanitizer's racecheck takes about a second for
+// each tile of attention's plain kernels and tens of milliseconds for any launch.
 func Few(n, short int) int {
 	if testing.Short() {
 		return short
@@ -34,7 +34,8 @@ func Few(n, short int) int {
 	return n
 }
 
-// Some reports whether to go on with a case: in short mode a third of them, at random.
+// Some reports whether to run a case. In short mode it skips about two thirds of the cases at
+// random.
 func (g *Rig) Some() bool { return !testing.Short() || g.Rand.IntN(3) == 0 }
 
 var openGPU = sync.OnceValues(func() (gpu.Context, error) {
@@ -45,8 +46,8 @@ var openGPU = sync.OnceValues(func() (gpu.Context, error) {
 	return d.Retain(0)
 })
 
-// Rig is a GPU under test: its kernels, a stream, fresh random numbers, and memory that is checked
-// and freed at the end.
+// Rig is a GPU under test: its kernels, a stream, random numbers, and memory that is checked and
+// freed when the test ends.
 type Rig struct {
 	*testing.T
 	*kernel.Set
@@ -55,7 +56,7 @@ type Rig struct {
 	Bufs   []*Buffer
 }
 
-// NewRig skips the test where there is no GPU.
+// NewRig returns a Rig for the first GPU. It skips the test without a GPU.
 func NewRig(t *testing.T) *Rig {
 	t.Helper()
 	ctx, err := openGPU()
@@ -82,7 +83,7 @@ func (g *Rig) Must(err error) {
 	}
 }
 
-// Buffer is an array on the GPU between two guards.
+// Buffer is an array on the GPU between two guard regions.
 type Buffer struct {
 	gpu.Ptr
 	N     int
@@ -91,10 +92,10 @@ type Buffer struct {
 	lead  int // bytes from base to the array
 }
 
-const guard = 256 // bytes on either side
+const guard = 256 // bytes before and after an array
 
-// Alloc returns memory for n elements, skew elements past a multiple of 256 bytes; it and the
-// guards are NaN.
+// Alloc returns memory for n elements, starting skew elements after a multiple of 256 bytes. The
+// memory and its guards are filled with NaN.
 func (g *Rig) Alloc(n int, t gpu.DType, skew int) *Buffer {
 	g.Helper()
 	b := &Buffer{N: n, Dtype: t, lead: guard + skew*t.Size()}
@@ -110,7 +111,7 @@ func (g *Rig) Alloc(n int, t gpu.DType, skew int) *Buffer {
 func (b *Buffer) Bytes() int { return b.N * b.Dtype.Size() }
 func (b *Buffer) total() int { return b.lead + b.Bytes() + guard }
 
-// free checks the guards of all buffers and frees them.
+// free checks the guards of all buffers and frees the buffers.
 func (g *Rig) free() {
 	g.Helper()
 	for _, b := range g.Bufs {
@@ -124,7 +125,7 @@ func (g *Rig) free() {
 	}
 }
 
-// Scope runs a subtest whose memory is freed at its end.
+// Scope runs f as a subtest and frees the memory allocated in it.
 func (g *Rig) Scope(name string, f func(*Rig)) {
 	g.Helper()
 	g.Run(name, func(t *testing.T) {
@@ -135,7 +136,7 @@ func (g *Rig) Scope(name string, f func(*Rig)) {
 	})
 }
 
-// Upload returns the numbers on the GPU, and as they are after rounding to the type.
+// Upload copies numbers to the GPU. It also returns them as rounded to the type.
 func (g *Rig) Upload(x []float64, t gpu.DType, skew int) (*Buffer, []float64) {
 	g.Helper()
 	b := g.Alloc(len(x), t, skew)
@@ -144,7 +145,7 @@ func (g *Rig) Upload(x []float64, t gpu.DType, skew int) (*Buffer, []float64) {
 	return b, Decode(raw, t)
 }
 
-// Normal uploads n numbers of the normal distribution.
+// Normal uploads n normally distributed numbers.
 func (g *Rig) Normal(n int, t gpu.DType, skew int) (*Buffer, []float64) {
 	g.Helper()
 	x := make([]float64, n)
@@ -154,7 +155,7 @@ func (g *Rig) Normal(n int, t gpu.DType, skew int) (*Buffer, []float64) {
 	return g.Upload(x, t, skew)
 }
 
-// UploadInts returns ints on the GPU.
+// UploadInts copies ints to the GPU.
 func (g *Rig) UploadInts(x []int) gpu.Ptr {
 	g.Helper()
 	b := g.Alloc(2*len(x), F32, 0)
@@ -170,7 +171,8 @@ func (g *Rig) Read(b *Buffer) []float64 {
 	return Decode(raw, b.Dtype)
 }
 
-// Near fails unless ‖got − want‖ ≤ tol·‖want‖, but for what is lost near zero.
+// Near fails the test unless ‖got − want‖ ≤ tol·‖want‖, with an allowance for float16's precision
+// near zero; see Lost.
 func (g *Rig) Near(what string, b *Buffer, want []float64, tol float64) {
 	g.Helper()
 	tol += Lost(want, b.Dtype)
@@ -179,8 +181,8 @@ func (g *Rig) Near(what string, b *Buffer, want []float64, tol float64) {
 	}
 }
 
-// Lost is how large ‖got − want‖/‖want‖ may become near zero, where numbers of float16 are 2⁻²⁴
-// apart. Float32 and bfloat16 go on to numbers that no test has.
+// Lost returns how large ‖got − want‖/‖want‖ may become near zero, where float16 numbers are 2⁻²⁴
+// apart. The smallest numbers of float32 and bfloat16 are far below any number in a test.
 func Lost(want []float64, t gpu.DType) float64 {
 	if norm := Norm(want); t == F16 && norm > 0 {
 		return math.Sqrt(float64(len(want))) * 0x1p-25 / norm
@@ -188,7 +190,7 @@ func Lost(want []float64, t gpu.DType) float64 {
 	return 0
 }
 
-// Norm is ‖x‖.
+// Norm returns ‖x‖.
 func Norm(x []float64) float64 {
 	var squares float64
 	for _, v := range x {
@@ -197,7 +199,7 @@ func Norm(x []float64) float64 {
 	return math.Sqrt(squares)
 }
 
-// Distance is ‖got − want‖ / ‖want‖; NaN and infinities must stand in the same places.
+// Distance returns ‖got − want‖ / ‖want‖. NaN and infinities must be in the same places in both.
 func Distance(got, want []float64) float64 {
 	if len(got) != len(want) {
 		return math.Inf(1)
@@ -224,8 +226,8 @@ func Distance(got, want []float64) float64 {
 	return math.Sqrt(diff / norm)
 }
 
-// Forward is the greatest error that a forward pass in a type may have, backward that of a backward
-// pass.
+// Forward returns the largest relative error allowed in a forward pass with the given type, and
+// Backward the largest error in a backward pass.
 func Forward(t gpu.DType) float64 {
 	return map[gpu.DType]float64{F32: 1e-6, F16: 2e-3, Bf16: 1e-2}[t]
 }
@@ -247,7 +249,7 @@ func Decode(raw []byte, t gpu.DType) []float64 {
 	return x
 }
 
-// Classes is random targets below v, about one in eight of them negative, the first one not.
+// Classes returns random targets less than v. About one in eight is negative, but never the first.
 func (g *Rig) Classes(rows, v int) []int {
 	ids := make([]int, rows)
 	for i := range ids {
@@ -259,8 +261,8 @@ func (g *Rig) Classes(rows, v int) []int {
 	return ids
 }
 
-// FakeAttention is kernels on a GPU of a compute capability that computes nothing, with memory to
-// point to.
+// FakeAttention returns the kernels on a fake GPU of the given compute capability, which executes
+// nothing, and memory for launches to point to.
 func FakeAttention(t *testing.T, capability, sharedPerBlock int) (*kernel.Set,
 	*fake.Context, gpu.Ptr) {
 	d := gpu.DeviceInfo{Name: "Fake", Major: capability / 10, Minor: capability % 10,
@@ -273,7 +275,8 @@ func FakeAttention(t *testing.T, capability, sharedPerBlock int) (*kernel.Set,
 	return kernel.New(c), c.(*fake.Context), p
 }
 
-// MatchSource wants pieces of text in a source of the family under test, in whose folder tests run.
+// MatchSource checks that a source file of the family under test contains the given pieces of text.
+// Tests run in the folder of that family.
 func MatchSource(t *testing.T, name string, pieces ...string) {
 	t.Helper()
 	source, err := os.ReadFile(name)

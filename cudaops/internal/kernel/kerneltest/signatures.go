@@ -11,15 +11,15 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/fatbin"
 )
 
-// Signatures returns the signatures of all kernels, as go generate has written them.
+// Signatures returns the signatures of all kernels, as written by go generate.
 var Signatures = sync.OnceValues(func() (table fatbin.Table, err error) {
 	err = table.UnmarshalText([]byte(kernel.Signatures))
 	return table, err
 })
 
-// Kernels returns the kernels that the fat binary of a unit has for GPUs of a compute capability,
-// with the signatures of the table. A table that does not fit the binary is an error. It is for
-// [fake.Config].
+// Kernels returns the kernels that a unit's fat binary has for a compute capability, with the
+// signatures of the table. It returns an error if the table does not fit the binary. [fake.Config]
+// uses it as its Images.
 func Kernels(image []byte, capability int) (map[string][]gpu.Param, error) {
 	read, _ := binaries.LoadOrStore(binaryKey{&image[0], capability},
 		sync.OnceValues(func() (map[string][]gpu.Param, error) {
@@ -42,7 +42,7 @@ func Kernels(image []byte, capability int) (map[string][]gpu.Param, error) {
 	return read.(func() (map[string][]gpu.Param, error))()
 }
 
-// binaries holds the results of Kernels.
+// binaries caches the results of Kernels.
 var binaries sync.Map
 
 type binaryKey struct {

@@ -1,10 +1,11 @@
-// Copies from one layout to another: transposition, permutation, slices, concatenation, repetition. For every index of
-// up to kDims dimensions
+// Copies from one layout to another: transposition, permutation, slices, concatenation, repetition.
+// For every index of up to kDims dimensions,
 //
 //   y[Σ_k index_k·yStride_k] = x[Σ_k index_k·xStride_k]
 //
-// with strides in elements of 2, 4, 8 or 16 bytes; what the elements are does not matter. The last dimension is the
-// innermost; the host has merged dimensions and widened elements as far as the strides allow.
+// with strides in elements of 2, 4, 8 or 16 bytes. The type of the elements does not matter. The
+// last dimension is the innermost. The host has merged dimensions and widened elements as far as
+// the strides allow.
 #include "common.cuh"
 
 constexpr int kDims = 6, kThreads = 256, kUnroll = 4;
@@ -13,7 +14,8 @@ struct Layout {
   int64_t size[kDims], yStride[kDims], xStride[kDims];
 };
 
-// Launch: a thread for kUnroll elements, a block's width apart; total is all sizes' product, below 2³¹.
+// Launch: one thread for kUnroll elements that are a block's width apart. total is the product of
+// all sizes and less than 2³¹.
 template <class T> __device__ __forceinline__ void copyStrided(T* y, const T* x, const Layout& l, unsigned total) {
   T v[kUnroll];
   int64_t to[kUnroll];
@@ -40,17 +42,17 @@ template <class T> __device__ __forceinline__ void copyStrided(T* y, const T* x,
     if (to[u] >= 0) y[to[u]] = v[u];
 }
 
-// A tile's rows are 256 bytes at least, so that either side moves whole lines.
+// A tile's rows have at least 256 bytes, so that both sides move whole cache lines.
 template <class T> constexpr int kTile = sizeof(T) == 2 ? 128 : 64;
 
-// pairs reports whether rows of two-byte elements can be moved two at a time.
+// pairs reports whether rows of 2-byte elements can be moved two at a time.
 __device__ __forceinline__ bool pairs(const void* p, int64_t stride) {
   return reinterpret_cast<uintptr_t>(p) % 4 == 0 && stride % 2 == 0;
 }
 
-template <class T> using Tile = T[kTile<T>][kTile<T> + (sizeof(T) == 2 ? 2 : 1)];  // an odd number of words a row: banks
+template <class T> using Tile = T[kTile<T>][kTile<T> + (sizeof(T) == 2 ? 2 : 1)];  // an odd number of words per row avoids bank conflicts
 
-// transposeTile moves a whole tile, in units of one element or a pair.
+// transposeTile moves a whole tile, one element or one pair at a time.
 template <class Unit, class T>
 __device__ __forceinline__ void transposeTile(T* y, const T* x, int64_t ys, int64_t xs, Tile<T>& tile) {
   constexpr int rows = kThreads / kWarp, edge = kTile<T>, each = sizeof(Unit) / sizeof(T), across = edge / each / kWarp;
@@ -80,9 +82,9 @@ __device__ __forceinline__ void transposeTile(T* y, const T* x, int64_t ys, int6
     }
 }
 
-// y[.., i, .., j] = x[.., j, .., i]: dimension 5 is contiguous in y and dimension 4 in x. A tile goes through shared memory.
-// Launch: 32 by 8 threads; blockIdx.x counts tiles along dimension 5, blockIdx.y along dimension 4, blockIdx.z the other
-// dimensions.
+// y[.., i, .., j] = x[.., j, .., i]: dimension 5 is contiguous in y and dimension 4 in x. A tile
+// passes through shared memory. Launch: 32 by 8 threads; blockIdx.x counts tiles along dimension 5,
+// blockIdx.y along dimension 4, and blockIdx.z the remaining dimensions.
 template <class T> __device__ __forceinline__ void copyTransposed(T* y, const T* x, const Layout& l) {
   __shared__ Tile<T> tile;
   constexpr int rows = kThreads / kWarp, edge = kTile<T>;

@@ -10,27 +10,27 @@ import (
 )
 
 // Copy copies elements of Size bytes (2, 4, 8 or 16) from one layout to another: for every index
-// below Dims,
+// within Dims,
 //
 //	Y[Σ_k index_k·YStrides_k] = X[Σ_k index_k·XStrides_k].
 //
-// Strides count elements. That is transposition and permutation, taking a slice, writing a part of
-// a concatenation, and with an x stride of 0 repetition. There may be at most six dimensions, once
-// those that lie one behind the other are merged.
+// Strides count elements. This covers transposition and permutation, slices, writing a part of a
+// concatenation and, with an x stride of 0, repetition. After merging contiguous dimensions there
+// may be at most six.
 type Copy struct {
 	Y, X                     gpu.Ptr
 	Dims, YStrides, XStrides []int
 	Size                     int
 }
 
-// copyDims is kDims of layout.cu.
+// copyDims must match kDims in layout.cu.
 const copyDims = 6
 
-// layout is one dimension of a copy.
+// layout is one dimension of a copy: its size, and its strides in y and x.
 type layout struct{ n, y, x int }
 
-// Launch launches one kernel, or several for more than 2³¹ elements, or a plain copy where both
-// sides have no gaps.
+// Launch enqueues one kernel, several kernels for more than 2³¹ elements, or a plain copy if both
+// sides are contiguous.
 func (a Copy) Launch(q *kernel.Queue) {
 	var dims []layout
 	for i, n := range a.Dims {
@@ -58,7 +58,7 @@ func (a Copy) run(q *kernel.Queue, dims []layout) {
 	case order != nil && a.Size <= 8:
 		c := gpu.LaunchConfig{Grid: tiles, Block: gpu.Dim{X: 32, Y: 8}}
 		q.Run("layout", fmt.Sprintf("copy_transposed_%d", a.Size), c, a.Y, a.X, fields(order))
-	case total > math.MaxInt32: // which kernels cannot count: halves of the outermost dimension
+	case total > math.MaxInt32: // more than kernels can count: split the outermost dimension
 		half := slices.Clone(dims)
 		half[0].n /= 2
 		a.run(q, merged(half))
@@ -74,8 +74,8 @@ func (a Copy) run(q *kernel.Queue, dims []layout) {
 	}
 }
 
-// merged is dimensions without those of size 1, and with neighbours that are one stretch on both
-// sides merged.
+// merged drops dimensions of size 1 and merges adjacent dimensions that are contiguous on both
+// sides.
 func merged(all []layout) (dims []layout) {
 	for _, d := range all {
 		if d.n == 1 {
@@ -96,8 +96,8 @@ func merged(all []layout) (dims []layout) {
 	return dims
 }
 
-// widen makes the innermost stretch one of wider elements, as far as sizes, strides and addresses
-// allow, and returns their size.
+// widen combines elements of the innermost dimension to wider elements, as far as sizes, strides
+// and addresses allow, and returns the size of an element.
 func (a Copy) widen(dims []layout) int {
 	last := &dims[len(dims)-1]
 	size := a.Size
@@ -122,9 +122,9 @@ func (a Copy) widen(dims []layout) int {
 	return size
 }
 
-// transposition finds the two dimensions that are innermost on either side, if they differ, and
-// puts them last: that of x, then that of y. It returns the grid of tiles, and the dimensions in
-// that order, or none.
+// transposition finds the innermost dimensions of both sides. If they differ, it returns the grid
+// of tiles, and the dimensions with the innermost dimensions of x and y, in this order, moved to
+// the end. Otherwise order is nil.
 func transposition(dims []layout, size int) (tiles gpu.Dim, order []layout) {
 	iy := slices.IndexFunc(dims, func(d layout) bool { return d.y == 1 })
 	ix := slices.IndexFunc(dims, func(d layout) bool { return d.x == 1 })
@@ -140,7 +140,7 @@ func transposition(dims []layout, size int) (tiles gpu.Dim, order []layout) {
 		}
 	}
 
-	tile := 64 // kTile of layout.cu
+	tile := 64 // must match kTile in layout.cu
 	if size == 2 {
 		tile = 128
 	}
@@ -154,7 +154,8 @@ func transposition(dims []layout, size int) (tiles gpu.Dim, order []layout) {
 	return tiles, append(order, dims[ix], dims[iy])
 }
 
-// fields are those of a Layout of layout.cu, with dimensions of size 1 in front.
+// fields returns the fields of a Layout of layout.cu, with additional dimensions of size 1 at the
+// front.
 func fields(dims []layout) (sizes kernel.Struct) {
 	var ys, xs kernel.Struct
 	for _, d := range append(slices.Repeat([]layout{{1, 0, 0}}, copyDims-len(dims)), dims...) {

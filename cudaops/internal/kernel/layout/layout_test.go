@@ -67,7 +67,7 @@ func TestCopy(t *testing.T) {
 	check("column everywhere", []int{9, 100}, tensor.Shape([]int{9, 100}).CalcStrides(), []int{1, 0}, 0)
 	check("every third", []int{50}, []int{1}, []int{3}, 0)
 	check("one", []int{1, 1}, []int{5, 1}, []int{9, 4}, 0)
-	for range 30 { // any permutation
+	for range 30 { // a random permutation
 		dims := make([]int, 2+g.Rand.IntN(4))
 		for i := range dims {
 			dims[i] = 1 + g.Rand.IntN(14)

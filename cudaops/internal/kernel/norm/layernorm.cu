@@ -1,25 +1,27 @@
-// LayerNorm over the rows of x [rows, d], with weights w and biases b [d] in float32.
+// LayerNorm over the rows of x [rows, d], with float32 weights w and biases b [d].
 //
 //   forward:   y = (x − mean(x))·s ⊙ w + b,  s = 1/sqrt(var(x) + eps)
 //   backward:  dx = s·(g ⊙ w − mean(g ⊙ w) − n·mean(g ⊙ w ⊙ n)) + add,  dw = Σ_rows g ⊙ n,  db = Σ_rows g,
 //              n = (x − mean(x))·s
 //
-// (Ba, Kiros and Hinton, "Layer Normalization", 2016.) add is the gradient that reaches x past the norm.
+// (Ba, Kiros and Hinton, "Layer Normalization", 2016.) add is the gradient that reaches x on a path
+// around the norm.
 //
-// The mean has two parts. The first is the mean as float holds it. A number close to it differs from
-// it by a float without rounding, and the second part is the mean of these differences. So rows with a
-// mean of 10⁷ and a deviation of 1 are as precise as those around 0. The variance is the mean square
-// of x − first − second, and cannot be negative.
+// The mean has two parts. The first is the mean rounded to float. Numbers close to it differ from
+// it by a float without rounding, and the second part is the mean of these differences. Rows with a
+// mean of 10⁷ and a deviation of 1 are therefore as precise as those around 0. The variance is the
+// mean square of x − first − second, and cannot be negative.
 //
-// A few threads hold a row in registers, so that each element is read and written once. Backward, a
-// block goes over many rows. The sums for dw and db stay in registers until the end, when each block
-// writes its own, and rmsnorm_weight_sum of norm.cu adds them up in order. Rows that are not aligned
-// to 16 bytes, or too long, take kernels that read them several times.
+// In the forward pass, a few threads hold a row in registers, so that each element is read and
+// written once. In the backward pass, a block goes over many rows. The sums for dw and db stay in
+// registers until the end, when each block writes its own, and rmsnorm_weight_sum of norm.cu adds
+// them up in order. Rows that are not aligned to 16 bytes, or too long, take kernels that read them
+// several times.
 #include "held.cuh"
 
-constexpr int kStats = 3;  // of a row: the two parts of the mean, and s
+constexpr int kStats = 3;  // per row: the two parts of the mean, and s
 
-// SumOf<i> is a Sum of its own for each i: groupReduce takes one call for each Op.
+// SumOf<i> is a distinct Sum for each i, because groupReduce may be called only once per Op.
 template <int i> struct SumOf : Sum {};
 
 // ---- Forward ----
@@ -80,7 +82,7 @@ __device__ __forceinline__ void forwardHeld(T* y, float* stats, const T* x, cons
   }
 }
 
-// Any d. Launch: a block a row.
+// Any d. Launch: one block per row.
 template <class T>
 __device__ __forceinline__ void forwardAny(T* y, float* stats, const T* x, const float* w, const float* b, int d, float eps) {
   const int64_t row = blockIdx.x;
@@ -110,7 +112,7 @@ __device__ __forceinline__ void forwardAny(T* y, float* stats, const T* x, const
 
 // ---- Backward ----
 
-// Row is what the gradient of a row's elements depends on beside them.
+// Row holds the values that the gradients of a row's elements have in common.
 struct Row {
   float first, second, s;  // the row's statistics
   float mean, along;       // mean(g ⊙ w), and s²·mean(g ⊙ w ⊙ (x − mean(x)))
@@ -122,8 +124,8 @@ struct Row {
   }
 };
 
-// reduceTwo adds up two numbers over the blockDim.x threads that hold a row, once a round. One barrier, as two rounds use
-// different memory.
+// reduceTwo adds up two numbers over the blockDim.x threads that hold a row. It may be called once
+// per round. A single barrier suffices, because consecutive rounds use different memory.
 __device__ __forceinline__ float2 reduceTwo(float a, float b, int round) {
   __shared__ float2 parts[2][kHeld / kWarp];
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp, first = threadIdx.y * warps;
@@ -136,9 +138,10 @@ __device__ __forceinline__ float2 reduceTwo(float a, float b, int round) {
   return make_float2(warpReduce<Sum>(mine.x), warpReduce<Sum>(mine.y));
 }
 
-// leaveSums adds up the sums that the rows of threads hold for their columns, into the block's row of partial [blocks, d].
+// leaveSums adds up the sums that the block's threads hold for their columns, and stores the result
+// in the block's row of partial [blocks, d].
 template <int P, int N> __device__ __forceinline__ void leaveSums(float* partial, const float (&sums)[P][N], float* shared, int d) {
-  __syncthreads();  // what shared held before has been read
+  __syncthreads();  // all threads have read the previous contents of shared
 #pragma unroll
   for (int k = 0; k < P; k++) {
     const int at = int(k * blockDim.x + threadIdx.x) * N;
@@ -155,7 +158,8 @@ template <int P, int N> __device__ __forceinline__ void leaveSums(float* partial
   }
 }
 
-// Launch: threads as forwardHeld has them, any number of blocks, and dynamic shared memory of blockDim.y·d floats.
+// Launch: threads as in forwardHeld, any number of blocks, and dynamic shared memory of
+// blockDim.y·d floats.
 template <class T, int P>
 __device__ __forceinline__ void backwardHeld(T* dx, float* weights, float* biases, const T* g, const T* x, const float* w,
                                              const float* stats, const T* add, int64_t rows, int d) {
@@ -169,7 +173,7 @@ __device__ __forceinline__ void backwardHeld(T* dx, float* weights, float* biase
     if (at(k) < d) wc[k] = load<N>(w + at(k));
   float dw[P][N] = {}, db[P][N] = {};
 
-  // All threads of a block run the same number of rounds, since they meet in reduceTwo.
+  // All threads of a block must run the same number of rounds, since they synchronize in reduceTwo.
   int round = 0;
   for (int64_t least = int64_t(blockIdx.x) * blockDim.y; least < rows; least += int64_t(gridDim.x) * blockDim.y, round++) {
     const int64_t row = least + threadIdx.y, start = row * d;
@@ -211,7 +215,7 @@ __device__ __forceinline__ void backwardHeld(T* dx, float* weights, float* biase
   leaveSums<P, N>(biases, db, shared, d);
 }
 
-// dx for any d. Launch: a block a row.
+// dx for any d. Launch: one block per row.
 template <class T>
 __device__ __forceinline__ void backwardAny(T* dx, const T* g, const T* x, const float* w, const float* stats, const T* add,
                                             int d) {
@@ -231,7 +235,8 @@ __device__ __forceinline__ void backwardAny(T* dx, const T* g, const T* x, const
     dx[i] = fromFloat<T>(r.gradient(toFloat(g[i]), w[i], toFloat(x[i]), add ? toFloat(add[row * d + i]) : 0.0f));
 }
 
-// Partial sums of dw and db for any d, over the rows blockIdx.y, blockIdx.y + gridDim.y, ... Launch: a thread a column.
+// Partial sums of dw and db for any d, over the rows blockIdx.y, blockIdx.y + gridDim.y, ...
+// Launch: one thread per column.
 template <class T>
 __device__ __forceinline__ void weightAny(float* weights, float* biases, const T* g, const T* x, const float* stats, int64_t rows,
                                           int d) {

@@ -8,8 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 )
 
-// LayerNormStats is the number of statistics that the kernels keep for a row: the mean in two parts,
-// the second correcting the rounding of the first, and 1/sqrt(variance + Eps).
+// LayerNormStats is the number of statistics per row: the mean, a correction of its rounding, and
+// 1/sqrt(variance + Eps).
 const LayerNormStats = 3
 
 // LayerNorm normalizes the rows of X [Rows, D]:
@@ -24,8 +24,8 @@ type LayerNorm struct {
 	Type              gpu.DType
 }
 
-// Launch launches one kernel. Its threads hold rows in registers; if rows are not aligned or too long,
-// a block works on each row instead.
+// Launch enqueues one kernel. It holds rows in registers if it can; if rows are not aligned or too
+// long, a block processes each row.
 func (a LayerNorm) Launch(q *kernel.Queue) {
 	args := []any{a.Y, a.Stats, a.X, a.W, a.B}
 	if kernel.Packed(a.Type, a.D, a.Y, a.X, a.W, a.B) {
@@ -39,15 +39,14 @@ func (a LayerNorm) Launch(q *kernel.Queue) {
 		kernel.Line(a.Rows, kernel.RowThreads(a.D)), append(args, a.D, a.Eps)...)
 }
 
-// LayerNormBackward is the backward pass for G, the gradient of Y: with s = 1/sqrt(var(X) + Eps) and
-// n = (X − mean(X))·s,
+// LayerNormBackward is the backward pass for G, the gradient of Y. With s = 1/sqrt(var(X) + Eps)
+// and n = (X − mean(X))·s, it computes
 //
 //	DX = s·(G ⊙ W − mean(G ⊙ W) − n·mean(G ⊙ W ⊙ n)) + Add,
 //	DW = Σ_rows G ⊙ n,  DB = Σ_rows G.
 //
-// Add, which may be null, is a gradient that reaches X past the norm; DX may be its memory, or G's.
-// DW and DB [D] are float32, and Stats is what LayerNorm wrote. Workspace is memory of
-// WorkspaceBytes.
+// Add is a gradient that reaches X on a path around the norm, or null. DX may be Add or G. DW and
+// DB [D] are float32, and Stats has been written by LayerNorm. Workspace has WorkspaceBytes bytes.
 type LayerNormBackward struct {
 	DX, DW, DB, G, X, W, Stats, Add gpu.Ptr
 	Rows, D                         int
@@ -55,19 +54,19 @@ type LayerNormBackward struct {
 	Workspace                       gpu.Ptr
 }
 
-// layerNormBlocks is the largest number of blocks per multiprocessor that leave partial sums.
+// layerNormBlocks is the largest number of blocks per multiprocessor that write partial sums.
 const layerNormBlocks = 4
 
 func (a LayerNormBackward) parts(d gpu.DeviceInfo) int { return layerNormBlocks * d.SMs }
 
-// WorkspaceBytes is the size of Workspace.
+// WorkspaceBytes returns the size of Workspace.
 func (a LayerNormBackward) WorkspaceBytes(d gpu.DeviceInfo) int { return 2 * 4 * a.D * a.parts(d) }
 
 // WorkspaceField implements [kernel.Workspaced].
 func (a *LayerNormBackward) WorkspaceField() *gpu.Ptr { return &a.Workspace }
 
-// Launch launches one kernel for DX and for partial sums of DW and DB or, where rows are not aligned
-// or too long, a kernel for each of the two. Then it adds up the partial sums.
+// Launch enqueues a kernel that computes DX and partial sums of DW and DB, or two kernels if rows
+// are not aligned or too long. Two more kernels add up the partial sums.
 func (a LayerNormBackward) Launch(q *kernel.Queue) {
 	weights := a.Workspace
 	biases := weights.Offset(4 * a.D * a.parts(q.Info))
@@ -95,8 +94,8 @@ func (a LayerNormBackward) Launch(q *kernel.Queue) {
 	}
 }
 
-// runAny runs the kernels that take any rows, and returns how many partial sums they leave. DX comes
-// last, since it may be G's memory.
+// runAny enqueues the kernels for arbitrary rows, and returns the number of partial sums. DX is
+// written last, since it may be the memory of G.
 func (a LayerNormBackward) runAny(q *kernel.Queue, weights, biases gpu.Ptr) (blocks int) {
 	blocks = min(a.parts(q.Info), kernel.CeilDiv(a.Rows, 16))
 	q.Run("layernorm", "layernorm_weight_any"+kernel.Suffix(a.Type),

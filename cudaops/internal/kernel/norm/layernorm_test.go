@@ -9,8 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
-// layerNormShapes are rows that threads hold in one to four packs of registers, and rows that they
-// cannot hold: too long, or not aligned.
+// layerNormShapes has rows that take one to four packs of registers, and rows that don't fit in
+// registers because they are too long or not aligned.
 var layerNormShapes = [][2]int{{1, 1}, {3, 7}, {5, 32}, {9, 256}, {130, 768}, {67, 1000}, {33, 2048},
 	{17, 4096}, {3, 8192}, {2, 8200}, {3, 16384}, {3, 4099}, {2003, 768}, {700, 1032}}
 
@@ -28,7 +28,7 @@ func TestLayerNorm(t *testing.T) {
 	}
 }
 
-// TestLayerNormFar has rows whose mean is ten million times their deviation.
+// TestLayerNormFar checks rows with a mean that is ten million times their deviation.
 func TestLayerNormFar(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, d := range []int{7, 768, 4099} {
@@ -62,7 +62,7 @@ func TestLayerNormBackward(t *testing.T) {
 	for i, shape := range layerNormShapes {
 		for _, dt := range kerneltest.StorageTypes {
 			for _, add := range []bool{false, true} {
-				for skew := range 1 + i%2 { // half of the shapes also where nothing is aligned
+				for skew := range 1 + i%2 { // test half of the shapes without alignment as well
 					name := fmt.Sprintf("%dx%d/%v/%v/%d", shape[0], shape[1], dt, add, skew)
 					g.Scope(name, func(g *kerneltest.Rig) {
 						layerNormBackward(g, shape[0], shape[1], dt, add, skew)

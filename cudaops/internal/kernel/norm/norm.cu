@@ -1,32 +1,33 @@
-// RMSNorm over the rows of x [rows, d], with weights w [d] in float32.
+// RMSNorm over the rows of x [rows, d], with float32 weights w [d].
 //
-//   forward:   rstd = 1/sqrt(mean(x²) + eps),  y = x·rstd ⊙ w           of sum = x + residual instead of x, where there is one
+//   forward:   rstd = 1/sqrt(mean(x²) + eps),  y = x·rstd ⊙ w,  optionally for sum = x + residual instead of x
 //   backward:  dx = rstd·(g ⊙ w − n·mean(g ⊙ w ⊙ n)) + add,  dw = Σ_rows g ⊙ n,  n = x·rstd
 //
-// (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.) add is the gradient that reaches x past the norm.
+// (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.) add is the gradient that
+// reaches x on a path around the norm.
 //
-// Each element is read and written once. Forward, a few threads hold a row in registers. Backward,
-// each thread keeps a pack of columns and its weights and walks down the rows. The next ones are on
-// their way to shared memory meanwhile. So dw adds up in registers, each block leaves a partial
-// sum, and a second kernel adds those up in order. A short row may instead be one warp's own, which
-// then waits for no other, or two warps'. Rows that do not fit, or are not aligned to 16 bytes,
-// take kernels that read them twice.
+// Each element is read and written once. In the forward pass, a few threads hold a row in
+// registers. In the backward pass, each thread has a pack of columns with its weights and walks
+// down the rows, while the next rows are copied to shared memory. dw therefore adds up in
+// registers. Each block writes a partial sum, and a second kernel adds these up in order. A short
+// row may instead belong to one warp, which then waits for no other warp, or to two warps. Rows
+// that don't fit or are not aligned to 16 bytes take kernels that read them twice.
 //
-// Forward, and where blocks walk down, the last rows come first: what the kernel before has written
-// last, the cache still holds. The kernel behind, which begins with the first rows, finds those
-// there. Where the kernel before has ended with the first rows, the forward pass begins with these
-// (ascending).
+// In the forward pass, and when blocks walk down the rows, the last rows come first, because the
+// cache still holds the rows that the preceding kernel wrote last. The next kernel, which starts
+// with the first rows, finds those there in turn. If the preceding kernel ended with the first
+// rows, the forward pass starts with these (ascending).
 //
-// Kernels named _float8 also write y or dx, as rounded to its type, as rows of float8 (float8.cuh).
+// Kernels named _float8 also store y or dx, as rounded to its type, as rows of float8 (float8.cuh).
 #include "float8.cuh"
 #include "held.cuh"
 #include "overlap.cuh"
 
 // ---- Forward ----
 
-// P packs a thread: the fewer, the closer together lies what the GPU has in flight. Launch:
-// blockDim.x threads, whole warps, hold a row of up to blockDim.x·P·kVec elements, a multiple of
-// kVec. A block has blockDim.y rows, and at most kHeld threads.
+// A thread has P packs. The fewer packs, the more compact is the memory that the GPU accesses at a
+// time. Launch: blockDim.x threads, whole warps, hold a row of up to blockDim.x·P·kVec elements, a
+// multiple of kVec. A block has blockDim.y rows, and at most kHeld threads.
 template <class T, int P, bool kAdd, bool kFloat8>
 __device__ __forceinline__ void forwardHeld(f8* y8, float* scale8, T* y, float* rstd, T* sum, const T* x, const T* residual,
                                             const float* w, int64_t rows, int d, float eps, bool ascending) {
@@ -44,7 +45,7 @@ __device__ __forceinline__ void forwardHeld(f8* y8, float* scale8, T* y, float* 
     if (kAdd) r[k] = load<N>(residual + start + at(k));
   }
   Pack<float, N> weights;
-  if (P == 1 && holds(0)) weights = load<N>(w + at(0));  // for more packs there are no registers
+  if (P == 1 && holds(0)) weights = load<N>(w + at(0));  // with more packs there would not be enough registers
   float squares = 0;
 #pragma unroll
   for (int k = 0; k < P; k++) {
@@ -78,7 +79,7 @@ __device__ __forceinline__ void forwardHeld(f8* y8, float* scale8, T* y, float* 
     if (holds(k)) store(y8 + start + at(k), scale.round(v[k]));
 }
 
-// Any d. Launch: a block a row.
+// Any d. Launch: one block per row.
 template <class T>
 __device__ __forceinline__ void forwardAny(T* y, float* rstd, T* sum, const T* x, const T* residual, const float* w, int d,
                                            float eps) {
@@ -132,12 +133,12 @@ DEFINE_ALL(f16, DEFINE_FLOAT8)
 
 // ---- Walking down the rows ----
 
-constexpr int kStages = 3;  // rows on their way from memory at once, in each group of threads
+constexpr int kStages = 3;  // rows in flight for each group of threads
 
-// Walk is a thread's place in such a kernel. Launch: blockDim.x threads, whole warps, hold a row of
-// d elements, d a multiple of kVec and at most blockDim.x·kVec. A block has blockDim.y such groups,
-// and at most 1024 threads; there is any number of blocks. Dynamic shared memory: kStages·16 bytes
-// a thread for each array.
+// Walk is the position of a thread in a kernel that walks down the rows. Launch: blockDim.x
+// threads, whole warps, hold a row of d elements, where d is a multiple of kVec and at most
+// blockDim.x·kVec. A block has blockDim.y such groups, and at most 1024 threads; the number of
+// blocks is arbitrary. Dynamic shared memory: kStages·16 bytes per thread and array.
 template <class T> struct Walk {
   static constexpr int N = kVec<T>;
   using V = Pack<T, N>;
@@ -159,7 +160,8 @@ template <class T> struct Walk {
   __device__ __forceinline__ int64_t at() const { return row * d + col; }
   __device__ __forceinline__ void next() { row -= step, blockRow -= step, round++; }
 
-  // fetch starts to copy what this thread will read of an array, some rounds ahead: zeros where there is nothing.
+  // fetch starts copying this thread's part of an array, some rounds ahead, or zeros past the last
+  // row.
   __device__ __forceinline__ void fetch(int array, const T* x, int ahead) const {
     int64_t r = row - ahead * step;
     bool wanted = active && r >= 0;
@@ -169,7 +171,8 @@ template <class T> struct Walk {
     return slots[(array * kStages + (round + ahead) % kStages) * threads + thread];
   }
 
-  // reduce reduces over the threads that hold a row, once a round for each Op. One barrier, as two rounds use different memory.
+  // reduce reduces over the threads that hold a row. It may be called once per round and Op. A
+  // single barrier suffices, because consecutive rounds use different memory.
   template <class Op> __device__ __forceinline__ float reduce(float v) const {
     __shared__ float parts[2][kWarp];
     int lane = threadIdx.x % kWarp;
@@ -182,7 +185,7 @@ template <class T> struct Walk {
 
 // ---- Backward ----
 
-// floats and rounded convert a pack, two elements at a time, for which there are fewer instructions than for one by one.
+// floats and rounded convert a pack two elements at a time, which takes fewer instructions.
 template <class T, int N> __device__ __forceinline__ Pack<float, N> floats(const Pack<T, N>& p) {
   Pack<float, N> f;
 #pragma unroll
@@ -202,18 +205,19 @@ template <class T, int N> __device__ __forceinline__ Pack<T, N> rounded(const Pa
   return p;
 }
 
-// Sums and products are joined by hand, for all kernels to round alike: gradient is s·(g·w − x·m) + add.
+// gradient returns s·(g·w − x·m) + add. Multiply-adds are explicit so that all kernels round alike.
 __device__ __forceinline__ float gradient(float g, float w, float x, float s, float m, float add) {
   return fmaf(s, fmaf(g, w, -(x * m)), add);
 }
 
-// put writes the N sums of a thread's columns, four at once.
+// put stores the N sums of a thread's columns, four at a time.
 template <int N> __device__ __forceinline__ void put(const float (&sum)[N], float* to) {
 #pragma unroll
   for (int j = 0; j < N; j += 4) *reinterpret_cast<float4*>(to + j) = make_float4(sum[j], sum[j + 1], sum[j + 2], sum[j + 3]);
 }
 
-// leaveSums adds up the rows of sums [blockDim.y, d], which the block's threads have written, into the block's row of partial.
+// leaveSums adds up the rows of sums [blockDim.y, d], which the block's threads have written, and
+// stores the result in the block's row of partial.
 __device__ __forceinline__ void leaveSums(float* partial, const float* sums, int d) {
   __syncthreads();
   for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < d; i += blockDim.x * blockDim.y) {
@@ -224,8 +228,8 @@ __device__ __forceinline__ void leaveSums(float* partial, const float* sums, int
   }
 }
 
-// Launch: see Walk; three arrays with add, else two, and at least blockDim.y·d floats. Each block writes a row of partial
-// [blocks, d].
+// Launch: see Walk; three arrays with add, otherwise two, and at least blockDim.y·d floats. Each
+// block writes a row of partial [blocks, d].
 template <class T, bool kFloat8>
 __device__ __forceinline__ void backwardRows(f8* dx8, float* scale8, T* dx, float* partial, const T* g, const T* x,
                                              const float* w, const float* rstd, const T* add, int64_t rows, int d) {
@@ -276,24 +280,28 @@ __device__ __forceinline__ void backwardRows(f8* dx8, float* scale8, T* dx, floa
   leaveSums(partial, reinterpret_cast<const float*>(shared), d);
 }
 
-// Rows of up to W·P·32·kVec elements, each the own of W warps, whose lanes hold P packs of it. What
-// they add up is a shuffle, so that a row's warp waits for no other. Of two warps it is a barrier
-// of the block besides, whose warps then all run the same number of rounds. A block's rows lie a
-// grid apart, so that all blocks have something to do in the last round. Launch: W·kWarp threads by
-// so many rows, at most kOwn<P> warps; any number of blocks. Dynamic shared memory:
-// kOwnStages·P·512 bytes a warp for each array, three with add, else two; and at least blockDim.y·d
-// floats. Each block writes a row of partial [blocks, d].
-constexpr int kOwnStages = 2;                          // rows on their way, of each warp
-template <int P> constexpr int kOwn = P > 3 ? 12 : 16;  // as many as leave registers for the sums and weights of P packs
+// Processes rows of up to W·P·32·kVec elements. Each row belongs to W warps, and a lane holds P of
+// its packs. With one warp, reductions are shuffles, and a row's warp waits for no other warp. With
+// two warps, they also take a barrier of the block, so that all its warps must run the same number
+// of rounds. Consecutive rows of a block are a grid apart, so that all blocks have work in the last
+// round.
+//
+// Launch: W·kWarp threads by several rows, at most kOwn<P> warps; the number of blocks is
+// arbitrary. Dynamic shared memory: kOwnStages·P·512 bytes per warp and array, with three arrays if
+// there is an add and two otherwise, and at least blockDim.y·d floats. Each block writes a row of
+// partial [blocks, d].
+constexpr int kOwnStages = 2;                          // rows in flight per warp
+template <int P> constexpr int kOwn = P > 3 ? 12 : 16;  // leaves enough registers for the sums and weights of P packs
 
-// ownReduce reduces over the W warps of a row, once a round for each Op. One barrier, as two rounds use different memory.
+// ownReduce reduces over the W warps of a row. It may be called once per round and Op. A single
+// barrier suffices, because consecutive rounds use different memory.
 template <class Op, int W> __device__ __forceinline__ float ownReduce(float v, int round) {
   v = warpReduce<Op>(v);
   if constexpr (W > 1) {
     __shared__ float parts[kOwnStages][kOwn<1>];
     float* of = parts[round] + threadIdx.y * W;
     if (threadIdx.x % kWarp == 0) of[threadIdx.x / kWarp] = v;
-    __syncthreads();  // a barrier of the row's warps alone is no faster, and compute-sanitizer's racecheck does not follow it
+    __syncthreads();  // a barrier for the row's warps alone is no faster, and compute-sanitizer's racecheck can't follow it
     v = of[0];
 #pragma unroll
     for (int i = 1; i < W; i++) v = Op::merge(v, of[i]);
@@ -311,7 +319,7 @@ __device__ __forceinline__ void backwardOwn(f8* dx8, float* scale8, T* dx, float
   const int arrays = add ? 3 : 2;
   const int64_t step = int64_t(gridDim.x) * blockDim.y;
   int64_t row = int64_t(threadIdx.y) * gridDim.x + blockIdx.x;
-  int64_t least = W > 1 ? blockIdx.x : row;  // of the rows whose warps wait for one another
+  int64_t least = W > 1 ? blockIdx.x : row;  // the smallest of the rows that wait for one another
   V* slots = reinterpret_cast<V*>(shared) + threadIdx.y * (kOwnStages * arrays * P * W * kWarp) + threadIdx.x;
   auto slot = [&](int stage, int array, int k) { return slots + ((stage * arrays + array) * P + k) * (W * kWarp); };
   auto at = [&](int k) { return int(k * W * kWarp + threadIdx.x) * N; };
@@ -335,7 +343,7 @@ __device__ __forceinline__ void backwardOwn(f8* dx8, float* scale8, T* dx, float
   for (int k = 0; k < P; k++)
     if (at(k) < d) wc[k] = load<N>(w + at(k));
   float dw[P][N] = {}, nextRstd = rstdOf(row);
-  int now = 0, last = kOwnStages - 1;  // stages: this row's, and that of the row which is fetched
+  int now = 0, last = kOwnStages - 1;  // stage of this row, and stage of the row being fetched
 #pragma unroll 1
   for (; least < rows; row += step, least += step) {
     fetch(last, row + (kOwnStages - 1) * step);
@@ -386,7 +394,7 @@ __device__ __forceinline__ void backwardOwn(f8* dx8, float* scale8, T* dx, float
   leaveSums(partial, reinterpret_cast<const float*>(shared), d);
 }
 
-// dx for any d. Launch: a block a row.
+// dx for any d. Launch: one block per row.
 template <class T>
 __device__ __forceinline__ void backwardAny(T* dx, const T* g, const T* x, const float* w, const float* rstd, const T* add,
                                             int d) {
@@ -401,7 +409,8 @@ __device__ __forceinline__ void backwardAny(T* dx, const T* g, const T* x, const
   }
 }
 
-// Partial sums of dw for any d, over the rows blockIdx.y, blockIdx.y + gridDim.y, ... Launch: a thread a column.
+// Partial sums of dw for any d, over the rows blockIdx.y, blockIdx.y + gridDim.y, ... Launch: one
+// thread per column.
 template <class T>
 __device__ __forceinline__ void weightAny(float* partial, const T* g, const T* x, const float* rstd, int64_t rows, int d) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -412,14 +421,14 @@ __device__ __forceinline__ void weightAny(float* partial, const T* g, const T* x
   partial[int64_t(blockIdx.y) * d + i] = sum;
 }
 
-#if __CUDA_ARCH__ == 890  // whose multiprocessors have 1536 threads
+#if __CUDA_ARCH__ == 890  // multiprocessors with 1536 threads
 constexpr int kSumBlocks = 1;
 #else
 constexpr int kSumBlocks = 2;
 #endif
 
-// dw[i] = Σ_k partial[k, i] for partial [count, d]. Launch: 32 columns a block, 32 by 32 threads; it
-// may overlap with the kernel before it.
+// dw[i] = Σ_k partial[k, i] for partial [count, d]. Launch: 32 columns per block, 32 by 32 threads.
+// It may overlap with the preceding kernel.
 extern "C" __global__ void __launch_bounds__(1024, kSumBlocks)
     rmsnorm_weight_sum(float* dw, const float* partial, int count, int d) {
   constexpr int U = 8;  // loads at once
@@ -446,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(1024, kSumBlocks)
   if (threadIdx.x == 0 && i < d) dw[i] = sum;
 }
 
-// backwardPass is backwardOwn, or for P = 0 backwardRows.
+// backwardPass is backwardOwn, or backwardRows if P is 0.
 template <class T, int P, int W, bool kFloat8, class... Args> __device__ __forceinline__ void backwardPass(Args... args) {
   if constexpr (P > 0)
     backwardOwn<T, P, W, kFloat8>(args...);

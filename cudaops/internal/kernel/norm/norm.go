@@ -9,16 +9,16 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 )
 
-// RMSNorm normalises the rows of X [Rows, D]: Rstd = 1/sqrt(mean(X²) + Eps) and Y = X·Rstd ⊙ W.
-// Where Residual is not null, it does so to Sum = X + Residual, which it writes; Sum may be the
-// memory of either. Rstd [Rows] and W [D] are float32, the others of the same type; Rstd may be
-// null.
+// RMSNorm normalizes the rows of X [Rows, D]: Rstd = 1/sqrt(mean(X²) + Eps) and Y = X·Rstd ⊙ W. If
+// Residual is not null, it normalizes Sum = X + Residual instead and also writes Sum, which may be
+// X or Residual. Rstd [Rows] and W [D] are float32, and the other arrays have type Type; Rstd may
+// be null.
 //
-// Where Y8 is not null it is Y, as rounded to Type, with Scale8 [Rows] as [quantize.Rows] stores
-// its rows. Type is then a 16-bit one.
+// If Y8 is not null, RMSNorm also stores Y, as rounded to Type, in Y8 and Scale8 [Rows], like
+// [quantize.Rows]. Type must then be a 16-bit type.
 //
-// Rows are taken from the last to the first, as most kernels write the last ones last, and the
-// cache still holds these. Ascending is for an X whose first rows were written last.
+// Rows are processed from the last to the first, because most kernels write the last rows last, and
+// these are still in the cache. Set Ascending if the first rows of X were written last.
 type RMSNorm struct {
 	Y, Rstd, Sum, X, Residual, W gpu.Ptr
 	Rows, D                      int
@@ -28,8 +28,9 @@ type RMSNorm struct {
 	Ascending                    bool
 }
 
-// held is how threads hold rows in registers: the zero shape where rows are not aligned or too
-// long. What is best without a residual, two packs, would be too much in flight with one.
+// held returns the shape of rows held in registers, or the zero shape if rows are not aligned or
+// too long. Two packs are best without a residual, but with one they would be too much data in
+// flight.
 func (a RMSNorm) held() (h quantize.HeldShape) {
 	if !quantize.Packed(a.Type, a.D, a.Y8, a.Y, a.Sum, a.X, a.Residual, a.W) {
 		return h
@@ -43,8 +44,8 @@ func (a RMSNorm) held() (h quantize.HeldShape) {
 	return h
 }
 
-// Launch launches one kernel: that of rows held in registers or, where these cannot be, one in
-// which a row is a block's. Behind the latter a second one makes Y8.
+// Launch enqueues one kernel. It holds rows in registers if it can; otherwise a block processes
+// each row, and a second kernel writes Y8.
 func (a RMSNorm) Launch(q *kernel.Queue) {
 	h, suf := a.held(), kernel.Suffix(a.Type)
 	args := []any{a.Y, a.Rstd, a.Sum, a.X, a.Residual, a.W}
@@ -69,19 +70,19 @@ func (a RMSNorm) Launch(q *kernel.Queue) {
 		append(args, int64(a.Rows), a.D, a.Eps, a.Ascending)...)
 }
 
-// walkStages is the rows on their way of each group of threads that walks down them, kStages of
-// norm.cu.
+// walkStages is the number of rows in flight for each group of threads that walks down the rows;
+// must match kStages in norm.cu.
 const walkStages = 3
 
-// walk is the launch of the backward kernel whose blocks walk down the rows. It has no name where
-// the kernel does not take the arguments or the GPU has no room for so many rows.
+// walk returns the launch of the backward kernel with blocks that walk down the rows. The name is
+// empty if the kernel does not accept the arguments, or if the GPU has no room for that many rows.
 func (a RMSNormBackward) walk(q *kernel.Queue) (name string, c gpu.LaunchConfig) {
 	across := kernel.CeilDiv(a.D, 32*kernel.Vector(a.Type)) * 32
 	down := max(1, 512/across)
 	c = gpu.LaunchConfig{Block: gpu.Dim{X: across, Y: down},
 		Shared: max(walkStages*a.arrays()*16*across, 4*a.D) * down}
 	if !a.packed() || across > 1024 ||
-		c.Shared > q.Info.SharedPerBlock-1024 { // beside what the kernel itself declares
+		c.Shared > q.Info.SharedPerBlock-1024 { // some is left for the kernel's static shared memory
 		return "", c
 	}
 
@@ -90,16 +91,17 @@ func (a RMSNormBackward) walk(q *kernel.Queue) (name string, c gpu.LaunchConfig)
 	return name, c
 }
 
-// ownWarps is the most warps of a block that take rows of their own, by the packs of a row that a
-// lane holds. It is kOwn of norm.cu.
+// ownWarps is the largest number of warps in a block that process separate rows, by the number of
+// packs of a row that a lane holds; must match kOwn in norm.cu.
 var ownWarps = map[int]int{1: 16, 2: 16, 3: 16, 4: 12}
 
-// ownStages is the rows on their way of each of these warps, kOwnStages of norm.cu.
+// ownStages is the number of rows in flight for each of these warps; must match kOwnStages in
+// norm.cu.
 const ownStages = 2
 
-// own is the launch of the backward kernel whose rows are the own of a warp or, longer ones, of
-// two. It has no name where the kernel does not take the arguments or the GPU has no room for so
-// many rows.
+// own returns the launch of the backward kernel that assigns each row to one warp or, if it is
+// longer, to two. The name is empty if the kernel does not accept the arguments, or if the GPU has
+// no room for that many rows.
 func (a RMSNormBackward) own(k *kernel.Set) (name string, c gpu.LaunchConfig) {
 	packs, across := kernel.CeilDiv(a.D, 32*kernel.Vector(a.Type)), 1
 	name = "_own"
@@ -112,7 +114,7 @@ func (a RMSNormBackward) own(k *kernel.Set) (name string, c gpu.LaunchConfig) {
 		return "", c
 	}
 
-	perWarp := ownStages * a.arrays() * packs * 512 // which its part of a row of floats fits in
+	perWarp := ownStages * a.arrays() * packs * 512 // also enough for its part of a row of floats
 	warps := min(most, (k.Info.SharedPerBlock-1024)/perWarp)
 	if warps < 4 {
 		return "", c
@@ -124,15 +126,15 @@ func (a RMSNormBackward) own(k *kernel.Set) (name string, c gpu.LaunchConfig) {
 			Block: gpu.Dim{X: 32 * across, Y: down}, Shared: down * across * perWarp}
 }
 
-// RMSNormBackward is the backward pass for G, the gradient of Y: with n = X·Rstd,
+// RMSNormBackward is the backward pass for G, the gradient of Y. With n = X·Rstd, it computes
 //
 //	DX = Rstd·(G ⊙ W − n·mean(G ⊙ W ⊙ n)) + Add,  DW = Σ_rows G ⊙ n.
 //
-// Add, which may be null, is a gradient that reaches X past the norm; DX may be its memory, or G's.
-// DW [D] is float32. Workspace is memory of WorkspaceBytes.
+// Add is a gradient that reaches X on a path around the norm, or null. DX may be Add or G. DW [D]
+// is float32. Workspace has WorkspaceBytes bytes.
 //
-// Where DX8 is not null it is DX, as rounded to Type, with Scale8 [Rows] as [quantize.Rows] stores
-// its rows. Type is then a 16-bit one.
+// If DX8 is not null, RMSNormBackward also stores DX, as rounded to Type, in DX8 and Scale8 [Rows],
+// like [quantize.Rows]. Type must then be a 16-bit type.
 type RMSNormBackward struct {
 	DX, DW, G, X, W, Rstd, Add gpu.Ptr
 	Rows, D                    int
@@ -146,7 +148,7 @@ func (a RMSNormBackward) packed() bool {
 	return quantize.Packed(a.Type, a.D, a.DX8, a.DX, a.G, a.X, a.W, a.Add)
 }
 
-// kernel is the name of a variant, which stores rows as float8 too if that is wanted.
+// kernel returns the name of a variant of the kernel, with float8 results if there is a DX8.
 func (a RMSNormBackward) kernel(variant string) string {
 	if a.DX8 != 0 {
 		variant += "_float8"
@@ -154,11 +156,11 @@ func (a RMSNormBackward) kernel(variant string) string {
 	return "rmsnorm_backward" + variant + kernel.Suffix(a.Type)
 }
 
-// normBlocks is the most blocks a multiprocessor that leave partial sums.
+// normBlocks is the largest number of blocks per multiprocessor that write partial sums.
 const normBlocks = 4
 
-// parts is how many partial sums the pass leaves at most. It is one a multiprocessor where warps
-// may take rows of their own, since these are kept for long.
+// parts returns the largest number of partial sums of the pass. It is one per multiprocessor if
+// warps may process separate rows, because their blocks run for a long time.
 func (a RMSNormBackward) parts(d gpu.DeviceInfo) int {
 	if n := kernel.Vector(a.Type); a.D%n == 0 && kernel.CeilDiv(a.D, 32*n) <= 2*len(ownWarps) {
 		return d.SMs
@@ -166,9 +168,9 @@ func (a RMSNormBackward) parts(d gpu.DeviceInfo) int {
 	return normBlocks * d.SMs
 }
 
-// Launch launches a kernel for DX and partial sums of DW. Warps or pairs of them take rows of their
-// own, or blocks walk down longer ones. Where neither can be, each row has a block, and there are
-// more kernels. Another one adds the sums up.
+// Launch enqueues a kernel that computes DX and partial sums of DW. Each row belongs to one or two
+// warps or, if rows are longer, blocks walk down the rows. If neither is possible, each row gets a
+// block, which takes additional kernels. A final kernel adds up the partial sums.
 func (a RMSNormBackward) Launch(q *kernel.Queue) {
 	name, c := a.own(q.Set)
 	if name == "" {
@@ -191,7 +193,7 @@ func (a RMSNormBackward) Launch(q *kernel.Queue) {
 	q.Run("norm", "rmsnorm_weight_sum", c, a.DW, a.Workspace, blocks, a.D)
 }
 
-// arrays is how many are read.
+// arrays returns the number of arrays that the kernel reads row by row.
 func (a RMSNormBackward) arrays() int {
 	if a.Add != 0 {
 		return 3
@@ -199,8 +201,8 @@ func (a RMSNormBackward) arrays() int {
 	return 2
 }
 
-// runAny runs what takes any rows, and returns how many partial sums it leaves. DX comes last, as
-// it may be G's memory.
+// runAny enqueues the kernels for arbitrary rows, and returns the number of partial sums. DX is
+// written last, since it may be the memory of G.
 func (a RMSNormBackward) runAny(q *kernel.Queue) (blocks int) {
 	blocks = min(a.parts(q.Info), kernel.CeilDiv(a.Rows, 16))
 	q.Run("norm", "rmsnorm_weight_any"+kernel.Suffix(a.Type),
@@ -212,7 +214,7 @@ func (a RMSNormBackward) runAny(q *kernel.Queue) (blocks int) {
 	return blocks
 }
 
-// WorkspaceBytes is the size of Workspace.
+// WorkspaceBytes returns the size of Workspace.
 func (a RMSNormBackward) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return 4 * a.D * a.parts(d)
 }

@@ -10,7 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
-// TestRMSNorm has rows that are held in registers, and that are not: too long, or not aligned.
+// TestRMSNorm checks rows that fit in registers, and rows that don't because they are too long or
+// not aligned.
 func TestRMSNorm(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	shapes := [][2]int{{1, 1}, {3, 7}, {5, 32}, {9, 256}, {130, 768}, {67, 1000}, {33, 2048},
@@ -59,7 +60,8 @@ func rmsNorm(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, skew i
 	g.Near("rstd", rstd, wantR, 1e-6)
 }
 
-// TestRMSNormBackward has rows that are a warp's own, that blocks walk down, and that neither takes.
+// TestRMSNormBackward checks rows that belong to a single warp, rows that blocks walk down, and
+// rows that neither kernel accepts.
 func TestRMSNormBackward(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	shapes := [][2]int{{2, 3}, {3, 7}, {50, 32}, {1000, 256}, {2003, 768}, {67, 1000}, {333, 2048},
@@ -72,7 +74,7 @@ func TestRMSNormBackward(t *testing.T) {
 				if !g.Some() {
 					continue
 				}
-				for skew := range 1 + i%2 { // half of the shapes also where nothing is aligned
+				for skew := range 1 + i%2 { // test half of the shapes without alignment as well
 					name := fmt.Sprintf("%dx%d/%v/%v/%d", shape[0], shape[1], dt, add, skew)
 					g.Scope(name, func(g *kerneltest.Rig) {
 						rmsNormBackward(g, shape[0], shape[1], dt, add, skew)

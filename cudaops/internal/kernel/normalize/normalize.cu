@@ -1,17 +1,18 @@
-// A tensor over its norm, and the gradient of that:
+// Divides a tensor by its norm, and computes the gradient:
 //
 //   forward:   y = x / r,  r = ‖x‖ + 1e-7          backward:  dx = g / r − x·⟨g, x⟩ / (r²·‖x‖)
 //
-// the first step of the Newton-Schulz iteration. At ‖x‖ = 0 the second term is 0. y may be x, dx may be g.
+// This is the first step of the Newton-Schulz iteration. If ‖x‖ = 0, the second term is 0. y may be
+// x, and dx may be g.
 //
-// normalize_sums leaves partial sums of x·x, and of g·x, one a block. The blocks of the second
-// kernel each add them all up, in one order, before they go over their elements.
+// normalize_sums computes partial sums of x·x and of g·x, one per block. Each block of the second
+// kernel adds them all up in the same order, before processing its elements.
 #include "common.cuh"
 
 constexpr int kThreads = 256;
 
-// forElements calls packs(i) for N elements at i where the pointers are aligned, and one(i) for single elements. Launch: blocks in a
-// loop over the elements.
+// forElements calls packs(i) for N elements at i if the pointers are aligned, and one(i) for single
+// elements. Launch: blocks that loop over the elements.
 template <int N, class Packs, class One>
 __device__ __forceinline__ void forElements(int64_t n, bool vectors, Packs packs, One one) {
   int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x, threads = int64_t(gridDim.x) * kThreads;
@@ -21,7 +22,8 @@ __device__ __forceinline__ void forElements(int64_t n, bool vectors, Packs packs
   for (int64_t i = whole * N + thread; i < n; i += threads) one(i);
 }
 
-// parts [2, gridDim.x] = Σ x·x and, where g is not null, Σ g·x. Launch: a few blocks a multiprocessor.
+// parts [2, gridDim.x] = Σ x·x and, unless g is null, Σ g·x. Launch: a few blocks per
+// multiprocessor.
 template <class T> __device__ __forceinline__ void sums(float* parts, const T* x, const T* g, int64_t n) {
   constexpr int N = kVec<T>;
   float xx = 0, gx = 0;
@@ -53,7 +55,7 @@ constexpr float kEps = 1e-7f;
 
 template <class Y, class X>
 __device__ __forceinline__ void normalize(Y* y, const X* x, const float* parts, int count, int64_t n) {
-  constexpr int N = kVec<X>;  // 16 bytes of what is read, never more of what is written
+  constexpr int N = kVec<X>;  // 16 bytes to read, and never more to write
   float inverse = 1.0f / (sqrtf(total(parts, count)) + kEps);
   forElements<N>(
       n, aligned16(y, x),

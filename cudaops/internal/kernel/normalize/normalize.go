@@ -5,37 +5,37 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Forward computes Y = X/(‖X‖ + 1e-7) over N elements, with which the Newton-Schulz iteration
-// begins. The types are equal, or X is float32, or Y float16. Y may be X. Workspace is memory of
-// WorkspaceBytes.
+// Forward computes Y = X/(‖X‖ + 1e-7) over N elements, the first step of the Newton-Schulz
+// iteration. The types are equal, or X is float32, or Y is float16. Y may be X. Workspace has
+// WorkspaceBytes bytes.
 type Forward struct {
 	Y, X, Workspace gpu.Ptr
 	N               int
 	YType, XType    gpu.DType
 }
 
-// WorkspaceBytes is the size of Workspace, for Forward and its backward pass: two sums for each of
-// mostParts blocks.
+// WorkspaceBytes is the size of Workspace for Forward and Backward: two sums for each of mostParts
+// blocks.
 const (
 	WorkspaceBytes = 2 * 4 * mostParts
 	mostParts      = 512
 )
 
-// Launch launches two kernels.
+// Launch enqueues two kernels.
 func (a Forward) Launch(q *kernel.Queue) {
 	normalize(q, "normalize"+kernel.Suffix(a.YType, a.XType), a.Workspace, a.X, 0, a.N,
 		a.XType, a.Y, a.X)
 }
 
-// Backward computes the gradient DX = G/r − X·⟨G, X⟩/(r²·‖X‖), r = ‖X‖ + 1e-7, of [Forward]'s X
-// from that of its Y. DX may be G.
+// Backward computes the gradient DX = G/r − X·⟨G, X⟩/(r²·‖X‖) of X in [Forward], where r = ‖X‖ +
+// 1e-7 and G is the gradient of Y. DX may be G.
 type Backward struct {
 	DX, G, X, Workspace gpu.Ptr
 	N                   int
 	Type                gpu.DType
 }
 
-// Launch launches two kernels.
+// Launch enqueues two kernels.
 func (a Backward) Launch(q *kernel.Queue) {
 	normalize(q, "normalize_backward"+kernel.Suffix(a.Type), a.Workspace, a.X, a.G, a.N,
 		a.Type, a.DX, a.G, a.X)

@@ -38,7 +38,7 @@ func TestNormalize(t *testing.T) {
 				g.Near("y", y, want, kerneltest.Forward(yt))
 				g.Must(g.Launch(g.Stream, Backward{DX: dy.Ptr, G: dy.Ptr, X: x.Ptr,
 					Workspace: work.Ptr, N: n, Type: xt}))
-				if n > 2 { // else g and x may be parallel, and dx zero but for rounding
+				if n > 2 { // otherwise g and x may be parallel, and dx zero except for rounding
 					g.Near("dx", dy, dx, kerneltest.Backward(xt))
 				}
 			})

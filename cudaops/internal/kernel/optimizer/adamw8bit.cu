@@ -1,21 +1,22 @@
-// AdamW with moments of eight bits, over all parameters in one launch.
+// AdamW with 8-bit moments, over all parameters in one launch.
 //
 //   m ← β1·m + (1−β1)·g,   v ← β2·v + (1−β2)·g²
 //   p ← (1 − lr·decay)·p − lr/(1−β1ᵗ) · m / (sqrt(v)/sqrt(1−β2ᵗ) + ε)
 //
-// The arithmetic is the same as in adamw.cu. The moments are codes for numbers relative to the scale of their block of 256
-// elements, its largest magnitude. The parameter is updated by the new moments before they are rounded to codes.
-// (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; codes and scales are those of bitsandbytes.)
+// The arithmetic is the same as in adamw.cu. The moments are stored as codes for numbers relative
+// to a scale, the largest magnitude in a block of 256 elements. The parameter is updated with the
+// new moments before these are rounded to codes. (Dettmers et al., "8-bit Optimizers via Block-wise
+// Quantization", 2022. Codes and scales match bitsandbytes.)
 //
-// The moments of a tensor are the codes and the scales of m, and the codes and the scales of v. If both v and the gradient are
-// 0, m counts as 0, since m/ε could be a step of any size.
+// The moments of a tensor are the codes and the scales of m, and the codes and the scales of v. If
+// both v and the gradient are 0, m counts as 0, since m/ε could be a step of any size.
 #include "optim.cuh"
 
 constexpr float kLargestGradient = 0x1p63f;
 constexpr int kCodes = 256, kBlock = 256, kBlockThreads = kBlock / kPerAccess, kBlockWarps = kBlockThreads / kWarp;
 static_assert(kBlockWarps == 2, "a block's magnitude is that of two warps");
 
-// The numbers that codes stand for, in ascending order.
+// The numbers represented by the codes, in ascending order.
 __device__ const float kSigned[kCodes] = {
     -0x1.fc6666p-1f, -0x1.f53334p-1f, -0x1.eep-1f, -0x1.e6ccccp-1f, -0x1.df999ap-1f, -0x1.d86666p-1f, -0x1.d13334p-1f,
     -0x1.cap-1f, -0x1.c2ccccp-1f, -0x1.bb999ap-1f, -0x1.b46666p-1f, -0x1.ad3334p-1f, -0x1.a6p-1f, -0x1.9eccccp-1f,
@@ -103,9 +104,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 float(1 - t.beta1), float(t.beta2), float(1 - t.beta2)};
 }
 
-// Codebook is the values of one kind of codes and the middles between them, in shared memory.
+// Codebook holds the values of one kind of code, and the midpoints between them, in shared memory.
 struct Codebook {
-  float values[kCodes], middles[kCodes];  // the last middle is infinite
+  float values[kCodes], middles[kCodes];  // the last midpoint is infinite
 
   __device__ __forceinline__ void load(const float* from) {
     const int c = threadIdx.x;
@@ -113,7 +114,7 @@ struct Codebook {
     middles[c] = c + 1 < kCodes ? 0.5f * __fadd_rn(from[c], from[c + 1]) : INFINITY;
   }
 
-  // The code of the number nearest to x, the even one of two that are equally near.
+  // Returns the code of the number nearest to x, or the even code if two are equally near.
   __device__ __forceinline__ int code(float x) const {
     int c = 0;
 #pragma unroll
@@ -123,7 +124,7 @@ struct Codebook {
     return x == middles[c] ? c + (c & 1) : c;
   }
 
-  // The code of an element of a block. One below zero never becomes 0.
+  // Returns the code of an element of a block. A negative element never becomes 0.
   __device__ __forceinline__ int encode(float x, float scale) const {
     if (scale == 0) return code(0);
     const int c = code(__fdiv_rn(x, scale));
@@ -131,7 +132,7 @@ struct Codebook {
   }
 };
 
-// Four codes as they are stored.
+// Four codes as stored.
 union Codes {
   uint32_t word;
   uint8_t each[kPerAccess];
@@ -168,7 +169,7 @@ __device__ __forceinline__ void updateRound(const Control* control, const Update
   const Update u = updates[c.tensor];
   const float multiplier = multiplierOf(control, t), eps = control->eps;
 
-  // This thread's elements, of which there are n, and their block.
+  // This thread's n elements, and their block.
   const int64_t round = int64_t(c.index) * kRounds + blockIdx.x % kRounds;
   const int64_t i = (round * kThreads + threadIdx.x) * kPerAccess, block = i / kBlock;
   const int n = int(max(int64_t(0), min(int64_t(kPerAccess), t.size - i)));

@@ -4,16 +4,17 @@
 //   p ← (1 − lr·decay)·p − lr·sign(c)
 //   m ← β2·m + (1−β2)·g
 //
-// (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023.) Parameters and moments are float32. A narrower copy of
-// the parameter is written in the same pass. The gradient is multiplied by the control block's multiplier, which clips it.
+// (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023.) Parameters and moments are
+// float32. The same pass writes a narrower copy of the parameter, and multiplies the gradient by
+// the control block's multiplier, which clips it.
 //
-// A gradient beyond ±2¹²⁶ counts as ±2¹²⁶, so that m stays finite. Products are rounded before they are added, as on the CPU, so
-// that both agree about the signs.
+// The gradient is limited to ±2¹²⁶, so that m stays finite. Products are rounded before they are
+// added, as on the CPU, so that both compute the same signs.
 #include "optim.cuh"
 
 constexpr float kLargestGradient = 0x1p126f;
 
-// Counts the step and works out what follows from it for each tensor. Launch: a thread per tensor.
+// Counts the step and computes each tensor's constants. Launch: a thread per tensor.
 extern "C" __global__ void __launch_bounds__(kThreads)
     lion_begin(const Control* control, Update* updates, Tensor* tensors, int count) {
   int i = blockIdx.x * kThreads + threadIdx.x;
@@ -24,7 +25,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   updates[i] = {float(1 - lr * t.decay), float(lr), 1.0f, float(1 - t.beta1), float(t.beta2), float(1 - t.beta2)};
 }
 
-// Step is a tensor and the constants of a step. The gradient is one contribution or the sum of two.
+// Step is a tensor and its constants for a step. The gradient is one contribution or the sum of
+// two.
 template <bool kTwo> struct Step {
   Tensor t;
   Update u;

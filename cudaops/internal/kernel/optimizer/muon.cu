@@ -1,16 +1,17 @@
-// What Muon does beside matrix products, for all its matrices in one launch each:
+// Muon's work other than matrix products, for all of its matrices in one launch per step:
 //
 //   m ← m + (1−μ)·(g − m),   u = g + μ·(m − g) (Nesterov), or u = m,   direction = u / (‖u‖ + 1e-7)
 //   p ← (1 − lr·decay)·p − lr·shapeScale·result
 //
-// (Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024.) Between the two, matrix products turn each
-// direction into its result. μ is the tensor's beta1. The gradient is multiplied by the control block's multiplier.
+// (Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024.) In between,
+// matrix products compute each result from its direction. μ is the tensor's beta1. The gradient is
+// multiplied by the control block's multiplier.
 //
-// A gradient beyond ±2¹²⁶ counts as ±2¹²⁶, so that m and u stay finite. Where a chunk's Σ u² overflows all the same, its negative
-// root takes its place.
+// The gradient is limited to ±2¹²⁶, so that m and u stay finite. If a chunk's Σ u² overflows
+// nevertheless, the negative root of the sum takes its place.
 #include "optim.cuh"
 
-// Counts the step and works out what follows from it for each tensor. Launch: a thread a tensor.
+// Counts the step and computes each tensor's constants. Launch: a thread per tensor.
 extern "C" __global__ void __launch_bounds__(kThreads)
     muon_begin(const Control* control, Update* updates, Tensor* tensors, int count) {
   int i = blockIdx.x * kThreads + threadIdx.x;
@@ -32,7 +33,8 @@ __device__ __forceinline__ float direction(float m, float g, float mu, int neste
   return nesterov ? g + mu * (m - g) : m;
 }
 
-// The root of a chunk's Σ u², formed from the updated momenta. Every u is scaled by the largest, so that no square overflows.
+// Returns the root of a chunk's Σ u², computed from the updated momenta. Every u is divided by the
+// largest one, so that no square overflows.
 __device__ __noinline__ float scaledNorm(const Tensor& t, int index, float mu, float multiplier, int nesterov) {
   float largest = 0, sum = 0;
   auto forDirections = [&](auto f) {
@@ -51,7 +53,7 @@ __device__ __noinline__ float scaledNorm(const Tensor& t, int index, float mu, f
   return largest * sqrtf(blockReduce<Sum>(sum));
 }
 
-// m, and squares[chunk] = Σ u². Launch: a block a chunk.
+// Updates m, and computes squares[chunk] = Σ u². Launch: one block per chunk.
 extern "C" __global__ void __launch_bounds__(kThreads)
     muon_momentum(float* squares, const Control* control, const Update* updates, const Tensor* tensors,
                   const Chunk* chunks, int nesterov) {
@@ -82,16 +84,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 constexpr float kLargestFloat = 0x1.fffffep127f;
-constexpr float kDown = 0x1p-70f;  // brings roots of more than 2⁶⁴ to where their squares can be added up
+constexpr float kDown = 0x1p-70f;  // scales down roots greater than 2⁶⁴ so that their squares can be added up
 
-// direction, formed again from m and g, times inverse = 1/(‖u‖ + 1e-7). Launch: a block a chunk; each adds up its tensor's
-// squares, in one order.
+// Computes direction from m and g, times inverse = 1/(‖u‖ + 1e-7). Each block adds up the squares
+// of its tensor in the same order. Launch: one block per chunk.
 extern "C" __global__ void __launch_bounds__(kThreads)
     muon_direction(const float* squares, const Control* control, const Tensor* tensors, const Chunk* chunks, int nesterov) {
   if (control->skipped) return;
   Chunk c = chunks[blockIdx.x];
   const Tensor t = tensorOf(tensors, c.tensor);
-  float sum = 0, huge = 0;  // of the chunks with a sum, and with a root in its place, scaled down
+  float sum = 0, huge = 0;  // for chunks with a sum, and for chunks with a root, scaled down
   for (int i = threadIdx.x; i < t.chunks; i += kThreads) {
     const float square = squares[t.firstChunk + i], root = square * kDown;
     (square < 0 ? huge : sum) += square < 0 ? root * root : square;
@@ -117,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       });
 }
 
-// p and its copy. Launch: a block a chunk.
+// Updates p and its copy. Launch: one block per chunk.
 extern "C" __global__ void __launch_bounds__(kThreads)
     muon_apply(const Control* control, const Update* updates, const Tensor* tensors, const Chunk* chunks) {
   if (control->skipped) return;

@@ -1,4 +1,4 @@
-// The norm of all gradients, and what follows from it for a step.
+// The norm of all gradients, and the resulting control block of a step.
 //
 //   norm = gradScale/S·sqrt(Σ g²),   multiplier = gradScale/S·min(1, maxNorm/(norm + 1e-6))
 //
@@ -7,10 +7,9 @@
 // A chunk's sum of squares is a float. If it overflows although the gradients are finite, the negative root
 // of the sum takes its place. The sum over all chunks is a double.
 //
-// S is the loss scale. A step with a gradient that is not finite halves it, down to 1. 2000 steps without
-// such a gradient double it. (Micikevicius et al., "Mixed
-// Precision Training", 2018; the figures are those of PyTorch's GradScaler.) It is a power of two,
-// so that scaling rounds nothing.
+// S is the loss scale. A step with a gradient that is not finite halves it, down to 1. 2000 steps
+// without such a gradient double it. (Micikevicius et al., "Mixed Precision Training", 2018; the
+// constants match PyTorch's GradScaler.) It is a power of two, so that scaling rounds nothing.
 //
 // Everything that changes between steps is in device memory, so that a step can be replayed as a graph.
 #include "optim.cuh"
@@ -58,7 +57,7 @@ __device__ __forceinline__ void squaresOf(float* squares, const Tensor* tensors,
   if (threadIdx.x == 0) squares[blockIdx.x] = sum;
 }
 
-// Launch: a block a chunk.
+// Launch: one block per chunk.
 extern "C" __global__ void __launch_bounds__(kThreads)
     optim_squares(float* squares, const Tensor* tensors, const Chunk* chunks) {
   squaresOf<false>(squares, tensors, chunks);

@@ -11,7 +11,7 @@ struct Tensor {
   void* copy;         // the parameter in a narrower type, or null
   const void* grad;
   const void* other;  // another rank's contribution, which is added to grad; or null
-  void* moments[4];   // in the order in which package optim declares them
+  void* moments[4];   // in the order of package optim's declarations
   void* direction;    // Muon: the normalized update before the iteration
   const void* result; // and the update after it
   int64_t size;
@@ -19,13 +19,13 @@ struct Tensor {
   int64_t step;       // number of updates so far
   int copyType, gradType, directionType;
   int firstChunk, chunks;
-  bool apart;         // whether the gradient is clipped apart from those of other tensors
+  bool apart;         // whether the gradient is clipped separately
 
   template <class T = float> __device__ __forceinline__ T* moment(int i) const { return static_cast<T*>(moments[i]); }
 };
 
-// tensorOf returns a tensor of the table. It tells the compiler that the addresses in it are of global
-// memory. Without this, accesses could be to shared memory too, which costs AdamW 4 %.
+// tensorOf returns a tensor of the table. It declares the addresses in it to be in global memory.
+// Otherwise the compiler would allow for shared memory as well, which slows AdamW down by 4%.
 __device__ __forceinline__ Tensor tensorOf(const Tensor* tensors, int i) {
   const Tensor t = tensors[i];
   __builtin_assume(__isGlobal(t.param)), __builtin_assume(__isGlobal(t.copy)), __builtin_assume(__isGlobal(t.grad));
@@ -36,7 +36,8 @@ __device__ __forceinline__ Tensor tensorOf(const Tensor* tensors, int i) {
   return t;
 }
 
-// LossScale is the factor by which the loss was multiplied so that float16 can hold its gradients, and its history.
+// LossScale is the factor of the loss that lets float16 hold its gradients, and the factor's
+// history.
 struct LossScale {
   float scale;
   int good;     // steps since the last change of the scale
@@ -105,7 +106,8 @@ __device__ __forceinline__ float loadOneAs(const void* p, int type, int64_t i) {
   return toFloat(static_cast<const f16*>(p)[i]);
 }
 
-// Contributions is four elements of a gradient as they are stored: one contribution, or two whose sum is rounded to float32.
+// Contributions is four elements of a gradient as stored: one contribution, or two, with the sum
+// rounded to float32.
 template <bool kTwo> struct Contributions {
   Stored own, other;
 

@@ -21,11 +21,11 @@ type Tensor struct {
 	// and no tensor of a kernel for whole matrices has one.
 	Other gpu.Ptr
 
-	// Moments has the kernel's moments in the order in which package optim declares them.
+	// Moments has the kernel's moments in the order of package optim's declarations.
 	Moments [MaxMoments]gpu.Ptr
 
-	// Direction is where a kernel for whole matrices writes the normalized update, and Result where
-	// it finds the orthogonalized one. Both have the type DirectionType.
+	// A kernel for whole matrices writes the normalized update to Direction, and reads the
+	// orthogonalized one from Result. Both have the type DirectionType.
 	Direction, Result gpu.Ptr
 
 	Size         int
@@ -38,7 +38,7 @@ type Tensor struct {
 	CopyType, GradType, DirectionType gpu.DType
 
 	FirstChunk, chunks int32 // of a Table
-	Apart              bool  // the gradient is clipped apart from those of other tensors
+	Apart              bool  // the gradient is clipped separately
 }
 
 // MaxMoments is the largest number of moments that a kernel may have.
@@ -54,8 +54,8 @@ const (
 	Chunk = threads * 4 * rounds
 )
 
-// Table holds tensors laid out on the device for launches that update all of them: the tensors,
-// their constants for the current step, and their chunks.
+// Table holds tensors laid out on the device for launches that update them all: the tensors, their
+// constants for the current step, and their chunks.
 type Table struct {
 	Tensors []Tensor // as they were at first
 
@@ -65,7 +65,7 @@ type Table struct {
 }
 
 // NewTable lays out tensors with consecutive chunks. From then on their descriptions are fixed,
-// except Step, which the device increments. Without tensors, nothing is launched.
+// except Step, which the device increments. If there are no tensors, launches do nothing.
 func NewTable(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor) (*Table, error) {
 	tensors, chunks := slices.Clone(tensors), 0
 	for i := range tensors {
@@ -75,9 +75,9 @@ func NewTable(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor) (*Table, er
 	return NewScattered(ctx, alloc, tensors, chunks)
 }
 
-// NewScattered is like NewTable, but with a given number of chunks, of which the tensors'
-// FirstChunk says which belong to them. A table with gaps is for [GradSquares] only, which gives
-// the chunks in the gaps the sum 0.
+// NewScattered is like NewTable, but for a given number of chunks, where each tensor's chunks start
+// at its FirstChunk. A table with gaps may be used only with [GradSquares], which sets the sums of
+// the chunks in the gaps to 0.
 func NewScattered(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor, chunks int) (*Table,
 	error) {
 	t := &Table{Tensors: slices.Clone(tensors), Chunks: chunks}
@@ -108,9 +108,9 @@ func NewScattered(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor, chunks 
 	return t, nil
 }
 
-// Control is the control block of a step, Control of optim.cuh. It lies in ControlBytes of device
-// memory, so that a captured step finds its current values there. The host writes the first
-// ControlSettings bytes, the kernels the rest.
+// Control is the control block of a step, in the layout of Control in optim.cuh. It is stored in
+// ControlBytes of device memory, so that a captured step finds its current values there. The host
+// writes the first ControlSettings bytes, and the kernels write the rest.
 type Control struct {
 	LR, Eps   float64
 	MaxNorm   float64 // limit of the gradients' norm; 0 for no clipping
@@ -123,9 +123,9 @@ type Control struct {
 	Apart      float32 // the same for gradients that are clipped apart
 }
 
-// LossScale is the factor by which the loss is multiplied so that float16 can hold its gradients.
-// It counts the steps since its last change, and the steps that were skipped because a gradient was
-// not finite. In device memory it takes LossScaleBytes.
+// LossScale is the factor of the loss that lets float16 hold its gradients. It counts the steps
+// since its last change, and the steps that were skipped because a gradient was not finite. In
+// device memory it takes LossScaleBytes.
 type LossScale struct {
 	Scale         float32
 	Good, Skipped int32
@@ -160,15 +160,15 @@ type GradSquares struct {
 	Table   *Table
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (p GradSquares) Launch(q *kernel.Queue) {
 	q.Run("optim", p.Table.kernel("optim_squares"),
 		kernel.Line(p.Table.Chunks, threads), p.Squares, p.Table.tensors, p.Table.chunks)
 }
 
 // GradNorm completes a control block. From Count sums of squares, of one table or several, it
-// computes the norm of the gradients, whether the step is skipped, and the factor by which clipping
-// multiplies the gradients. If Count is 0, the norm is 0 and nothing is clipped or skipped.
+// computes the norm of the gradients, whether the step is skipped, and the factor for clipping the
+// gradients. If Count is 0, the norm is 0 and nothing is clipped or skipped.
 //
 // Scale is the LossScale that the gradients were computed with, or null. GradNorm divides them by
 // it and updates it for the next step. Apart has a byte for each sum, which is not 0 if the sum
@@ -178,31 +178,31 @@ type GradNorm struct {
 	Count                          int
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (p GradNorm) Launch(q *kernel.Queue) {
 	q.Run("optim", "optim_control", kernel.Line(1, 1024), p.Control, p.Squares,
 		p.Count, p.Scale, p.Apart)
 }
 
-// Implemented reports whether GPUs have the kernel of package optim with that name: there is a unit
-// with the name in lower case.
+// Implemented reports whether GPUs implement the kernel of package optim with the given name, in a
+// unit with that name in lower case.
 func Implemented(name string) bool { return kernel.HasUnit(unit(name)) }
 
 // unit returns the unit that implements a kernel of package optim.
 func unit(name string) string { return strings.ToLower(name) }
 
 // Elementwise applies a kernel of package optim that updates each element, or each block of
-// elements, by itself. It counts a step of all tensors in the table, and updates their parameters,
-// moments and copies according to a control block that GradNorm has completed.
+// elements, independently. It counts a step of all tensors in the table, and updates their
+// parameters, moments and copies according to a control block that GradNorm has completed.
 //
-// The unit has the functions UNIT_begin, UNIT and UNIT_of_two: see adamw.cu.
+// The unit must have the functions UNIT_begin, UNIT and UNIT_of_two, as in adamw.cu.
 type Elementwise struct {
 	Kernel  string // its name
 	Control gpu.Ptr
 	Table   *Table
 }
 
-// Launch launches two kernels.
+// Launch enqueues two kernels.
 func (p Elementwise) Launch(q *kernel.Queue) {
 	u := unit(p.Kernel)
 	p.Table.begin(q, u, p.Control)
@@ -229,7 +229,8 @@ func (t *Table) kernel(name string) string {
 // The update u is the momentum or, with Nesterov, the gradient advanced by it. Squares is a
 // workspace of Table.Chunks float32 numbers.
 //
-// The unit has the functions UNIT_begin, UNIT_momentum, UNIT_direction and UNIT_apply: see muon.cu.
+// The unit must have the functions UNIT_begin, UNIT_momentum, UNIT_direction and UNIT_apply, as in
+// muon.cu.
 type Direction struct {
 	Kernel           string // its name
 	Control, Squares gpu.Ptr
@@ -237,7 +238,7 @@ type Direction struct {
 	Nesterov         bool
 }
 
-// Launch launches three kernels.
+// Launch enqueues three kernels.
 func (p Direction) Launch(q *kernel.Queue) {
 	u, c := unit(p.Kernel), kernel.Line(p.Table.Chunks, threads)
 	p.Table.begin(q, u, p.Control)
@@ -254,7 +255,7 @@ type Apply struct {
 	Table   *Table
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (p Apply) Launch(q *kernel.Queue) {
 	u := unit(p.Kernel)
 	q.Run(u, u+"_apply", kernel.Line(p.Table.Chunks, threads), p.Control, p.Table.updates,

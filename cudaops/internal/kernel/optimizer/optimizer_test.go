@@ -17,7 +17,7 @@ import (
 	cpuoptimizer "github.com/kasmina-go/kasmina/internal/cpu/optimizer"
 )
 
-// parameter is a tensor on the GPU and its reference.
+// parameter is a tensor on the GPU, together with its reference values.
 type parameter struct {
 	Tensor
 	p, copy, grad, m, v, work *kerneltest.Buffer
@@ -51,7 +51,8 @@ func newGrad(g *kerneltest.Rig, q *parameter) {
 	g.Must(g.Ctx.CopyToDevice(q.grad.Ptr, raw, g.Stream))
 }
 
-// allocOn is memory of a rig's, which is poisoned on its stream before another one writes there.
+// allocOn returns an Alloc that uses a rig's memory. It waits for the rig's stream, which poisons
+// the memory, so that other streams may write to it.
 func allocOn(g *kerneltest.Rig) kernel.Alloc {
 	return func(bytes int) (gpu.Ptr, error) {
 		return g.Alloc(bytes/4, kerneltest.F32, 0).Ptr, g.Ctx.SyncStream(g.Stream)
@@ -69,7 +70,7 @@ func newTable(g *kerneltest.Rig, qs []*parameter) (*Table, gpu.Ptr) {
 	return t, g.Alloc(t.Chunks, kerneltest.F32, 0).Ptr
 }
 
-// stepsOf is how many updates each tensor has had.
+// stepsOf returns the number of updates of each tensor.
 func stepsOf(g *kerneltest.Rig, t *Table) (steps []int64) {
 	rows := make([]Tensor, len(t.Tensors))
 	g.Must(g.Ctx.CopyToHost(gpu.Bytes(rows), t.tensors, g.Stream))
@@ -93,7 +94,7 @@ func readControl(g *kerneltest.Rig, p gpu.Ptr) Control {
 	return DecodeControl(raw)
 }
 
-// parameters are of all types and sizes around a chunk's.
+// newParameters returns parameters of all types, with sizes around the size of a chunk.
 func newParameters(g *kerneltest.Rig) []*parameter {
 	sizes := [][2]int{{3, 3}, {7, 1}, {64, 128}, {91, 91}, {300, 257}, {1, 8195}}
 	var qs []*parameter
@@ -123,7 +124,7 @@ func TestAdamW(t *testing.T) {
 	for _, clip := range []float64{0, 3, 1e9} {
 		g.Scope(fmt.Sprint("clip ", clip), func(g *kerneltest.Rig) {
 			qs := newParameters(g)
-			qs[1].Step = 7 // one that joined earlier
+			qs[1].Step = 7 // as if this tensor had joined earlier
 			table, squares := newTable(g, qs)
 			for step := range 4 {
 				lr := 0.01 * float64(step+1)
@@ -168,7 +169,7 @@ func TestAdamW(t *testing.T) {
 	}
 }
 
-// floats32 narrows numbers that float32 holds.
+// floats32 converts numbers that float32 can represent.
 func floats32(x []float64) []float32 {
 	y := make([]float32, len(x))
 	for i, v := range x {
@@ -177,8 +178,8 @@ func floats32(x []float64) []float32 {
 	return y
 }
 
-// TestLion compares three steps with the CPU's in float32, bit for bit, since both round each product.
-// The second step has gradients beyond the bound.
+// TestLion compares three steps with the CPU's in float32. The bits must be the same, since both
+// round each product. The second step has gradients beyond the limit.
 func TestLion(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	qs := newParameters(g)
@@ -220,9 +221,9 @@ func TestLion(t *testing.T) {
 	require.EqualValues(t, 3, stepsOf(g, table)[0])
 }
 
-// TestAdamW8bit compares three steps with the CPU's, each from the state that the GPU has left, so that a
-// number near the middle between two codes makes no difference later. Besides rounding, the codes may
-// differ by one for few numbers.
+// TestAdamW8bit compares three steps with the CPU's. Each starts from the GPU's state, so that a
+// number close to the midpoint between two codes affects only one step. Apart from rounding, a few
+// codes may differ by one.
 func TestAdamW8bit(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	type moments struct{ m, v, mScale, vScale *kerneltest.Buffer }
@@ -257,7 +258,7 @@ func TestAdamW8bit(t *testing.T) {
 			putHuge(g, qs, 1e21, -1e37)
 		}
 
-		// What the CPU makes of the state that is there.
+		// The CPU's results for the current state.
 		type result struct {
 			p, mScale, vScale []float32
 			m, v              []uint8
@@ -312,7 +313,8 @@ func widened(x []float32) []float64 {
 	return y
 }
 
-// putHuge makes two elements of each gradient huge whose type holds such numbers.
+// putHuge makes two elements of each gradient huge, if the gradient's type can represent such
+// numbers.
 func putHuge(g *kerneltest.Rig, qs []*parameter, a, b float64) {
 	for _, q := range qs {
 		if q.GradType == kerneltest.F16 {
@@ -325,15 +327,15 @@ func putHuge(g *kerneltest.Rig, qs []*parameter, a, b float64) {
 	}
 }
 
-// clamp bounds the elements of a gradient.
+// clamp limits the elements of a gradient.
 func clamp(x []float64, most float64) {
 	for i, v := range x {
 		x[i] = max(-most, min(v, most))
 	}
 }
 
-// TestHugeGradients wants a gradient whose square float32 does not hold to have a norm, and to leave
-// finite moments.
+// TestHugeGradients checks that gradients with squares beyond float32 have a finite norm and
+// produce finite moments.
 func TestHugeGradients(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, clip := range []float64{0, 1} {
@@ -379,8 +381,8 @@ func TestHugeGradients(t *testing.T) {
 	}
 }
 
-// TestAdamWRounds wants every single change to be right to a few roundings of float32. The
-// gradients go from such whose squares are lost to such as are near overflow.
+// TestAdamWRounds checks that the relative error of every change is at most a few roundings of
+// float32. The gradients range from those with squares that underflow to those close to overflow.
 func TestAdamWRounds(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	const n = 1 << 18
@@ -388,7 +390,7 @@ func TestAdamWRounds(t *testing.T) {
 		grads, firsts, seconds := make([]float64, n), make([]float64, n), make([]float64, n)
 		for i := range grads {
 			grads[i] = math.Pow(10, 42*g.Rand.Float64()-26)
-			if eps < 1e-8 { // of no use beside squares that are lost
+			if eps < 1e-8 { // useless with squares that underflow
 				grads[i] = math.Pow(10, 34*g.Rand.Float64()-16)
 			}
 			firsts[i], seconds[i] = grads[i]*2*g.Rand.Float64(),
@@ -491,8 +493,8 @@ func TestMuon(t *testing.T) {
 	}
 }
 
-// TestLossScaleMoves wants gradients to be divided by the loss scale. A step that is skipped halves
-// the scale, but not below 1, and the 2000th good one in a row doubles it.
+// TestLossScaleMoves checks that gradients are divided by the loss scale, that a skipped step
+// halves the scale down to 1, and that the 2000th good step in a row doubles it.
 func TestLossScaleMoves(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	q := newParameter(g, 7, 13, kerneltest.F32, kerneltest.F16)
@@ -534,7 +536,7 @@ func TestLossScaleMoves(t *testing.T) {
 	}
 }
 
-// TestLayouts wants the structures that kernels read to be laid out as optim.cuh has them.
+// TestLayouts checks that the layout of structs matches optim.cuh.
 func TestLayouts(t *testing.T) {
 	require.EqualValues(t, 160, unsafe.Sizeof(Tensor{}))
 	require.EqualValues(t, 136, unsafe.Offsetof(Tensor{}.CopyType))
@@ -545,7 +547,7 @@ func TestLayouts(t *testing.T) {
 	require.EqualValues(t, LossScaleBytes, unsafe.Sizeof(LossScale{}))
 }
 
-// TestTableChunks wants a table to tell where the chunks of a tensor begin.
+// TestTableChunks checks the first chunks of a table's tensors.
 func TestTableChunks(t *testing.T) {
 	ctx, err := fake.New(fake.Config{Images: kerneltest.Kernels}).Retain(0)
 	require.NoError(t, err)
@@ -567,7 +569,7 @@ func TestTableChunks(t *testing.T) {
 	require.NoError(t, errors.Join(ctx.Free(at), ctx.Close()))
 }
 
-// TestNormSameBits wants the norm of gradients to be the same in every bit, run after run.
+// TestNormSameBits checks that the norm of gradients has the same bits on every run.
 func TestNormSameBits(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	table, squares := newTable(g,
@@ -584,8 +586,8 @@ func TestNormSameBits(t *testing.T) {
 	require.Len(t, norms, 1)
 }
 
-// TestScattered wants the sums of squares of chunks that stand among others' to be those of a table
-// of their own, and 0 elsewhere.
+// TestScattered checks that chunks in a table with gaps have the same sums of squares as in a table
+// without gaps, and that the sums in the gaps are 0.
 func TestScattered(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	qs := []*parameter{newParameter(g, 301, 101, kerneltest.F32, kerneltest.Bf16),

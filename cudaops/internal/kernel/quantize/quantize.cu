@@ -1,16 +1,17 @@
-// Rows, or columns, as float8 with a scale each (float8.cuh), and SiLU gates whose rows are stored so:
+// Rows or columns as float8 with a scale each (float8.cuh), and SiLU gates that store their rows in
+// that form:
 //
 //   quantize:            y [rows, d], scale [rows] of x's rows
 //   quantize columns:    y [d, rows], scale [d] of x's columns, transposed
-//   silu_mul:            h8 [rows, f], scale8 [rows] of h = silu(a) ⊙ b, and h where it is wanted
-//   silu_mul_backward:   dab8 [rows, 2f], scale8 [rows] of [da | db], and these, and h where it is wanted (silu.cu)
+//   silu_mul:            h8 [rows, f], scale8 [rows] of h = silu(a) ⊙ b, and optionally h
+//   silu_mul_backward:   dab8 [rows, 2f], scale8 [rows] of [da | db], and da, db and optionally h (silu.cu)
 //
-// A row waits in registers until its largest element is known, so that memory is read and written
-// once. Rows that do not fit, or are not aligned, are read twice, element by element. What the
-// gates round to float8 has been rounded to their type before.
+// A row is held in registers until its largest element is known, so that memory is read and written
+// once. Rows that don't fit or are not aligned are read twice, element by element. Gates round
+// their results to their type first, and then to float8.
 //
-// Columns are read twice, by one kernel for the largest of each and by one that turns tiles round.
-// A weight is in the L2 by then.
+// Columns are read twice: by a kernel that finds the largest element of each, and by another kernel
+// that transposes tiles. A weight is in L2 by then.
 #include "float8.cuh"
 #include "held.cuh"
 #include "overlap.cuh"
@@ -18,10 +19,10 @@
 
 // ---- Rows ----
 
-// Held is a thread's place among those that hold a row, P packs each. The fewer, the closer
-// together lies what the GPU has in flight. Launch: blockDim.x threads, whole warps, hold a row of
-// up to blockDim.x·P·kVec elements, a multiple of kVec. A block has blockDim.y rows, and at most
-// kHeld threads.
+// Held is the position of a thread in the group that holds a row, with P packs each. The fewer
+// packs, the more compact is the memory that the GPU accesses at a time. Launch: blockDim.x
+// threads, whole warps, hold a row of up to blockDim.x·P·kVec elements, a multiple of kVec. A block
+// has blockDim.y rows, and at most kHeld threads.
 template <class T> struct Held {
   static constexpr int N = kVec<T>;
   int64_t row;
@@ -33,7 +34,8 @@ template <class T> struct Held {
   __device__ __forceinline__ int at(int k) const { return int(k * blockDim.x + threadIdx.x) * N; }
   __device__ __forceinline__ bool holds(int k) const { return inside && at(k) < d; }
 
-  // scale is of the largest magnitude that each thread has seen. It is called once.
+  // scale returns the scale for the largest magnitude that any thread of the row has seen. It may
+  // be called only once.
   __device__ __forceinline__ Scale scale(float most, float* out) const {
     Scale s(groupReduce<Largest>(most));
     if (threadIdx.x == 0 && inside) out[row] = s.scale;
@@ -60,7 +62,8 @@ __device__ __forceinline__ void quantizeHeld(f8* y, float* scale, const T* x, in
     if (held.holds(k)) store(y + held.row * d + held.at(k), s.round(v[k]));
 }
 
-// forRowTwice quantises a row of n elements, which value computes: a block's. Any n.
+// forRowTwice quantizes a row of n elements with a block; value(i) computes an element. n is
+// arbitrary.
 template <class F> __device__ __forceinline__ void forRowTwice(f8* y, float* scale, int n, F value) {
   float most = 0;
   for (int i = threadIdx.x; i < n; i += blockDim.x) most = Largest::merge(most, fabsf(value(i)));
@@ -69,7 +72,7 @@ template <class F> __device__ __forceinline__ void forRowTwice(f8* y, float* sca
   for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = s.round(value(i));
 }
 
-// Launch: a block a row.
+// Launch: one block per row.
 template <class T> __device__ __forceinline__ void quantizeAny(f8* y, float* scale, const T* x, int d, int64_t stride) {
   int64_t row = blockIdx.x;
   forRowTwice(y + row * d, scale + row, d, [&](int i) { return toFloat(x[row * stride + i]); });
@@ -122,7 +125,7 @@ __device__ __forceinline__ void siluHeld(f8* h8, float* scale8, T* h, const T* a
     if (held.holds(k)) store(h8 + held.row * f + held.at(k), s.round(va[k]));
 }
 
-// Launch: a block a row.
+// Launch: one block per row.
 template <class T>
 __device__ __forceinline__ void siluAny(f8* h8, float* scale8, T* h, const T* a, const T* b, int f, int64_t stride) {
   int64_t row = blockIdx.x;
@@ -140,7 +143,7 @@ __device__ __forceinline__ void siluBackwardHeld(f8* dab8, float* scale8, T* h, 
   Pack<T, N> va[P], vb[P];
   float most = 0;
 #pragma unroll
-  for (int k = 0; k < P; k++) {  // one after the other, for registers
+  for (int k = 0; k < P; k++) {  // one pack after another, to save registers
     if (!held.holds(k)) continue;
     va[k] = load<N>(a + held.row * stride + held.at(k));
     vb[k] = load<N>(b + held.row * stride + held.at(k));
@@ -194,10 +197,10 @@ DEFINE(f16)
 
 // ---- Columns ----
 
-constexpr int kColumns = 8;         // of a thread
-constexpr int kColumnThreads = 256;  // of a block
+constexpr int kColumns = 8;         // per thread
+constexpr int kColumnThreads = 256;  // per block
 
-// columns loads kColumns elements of a row from column c: zeros behind the end.
+// columns loads kColumns elements of a row from column c on, with zeros past the end.
 template <class T> __device__ __forceinline__ Pack<T, kColumns> columns(const T* row, int c, int d, bool together) {
   if (together && c < d) return load<kColumns>(row + c);
   Pack<T, kColumns> v = {};
@@ -212,8 +215,8 @@ template <class T> __device__ __forceinline__ bool wholePacks(const T* x, int d)
   return aligned16(x) && d % (16 / int(sizeof(T))) == 0 && d % kColumns == 0;
 }
 
-// most [gridDim.y, d]: the largest of each column among section blockIdx.y of the rows. Launch: kColumnThreads threads, a warp's
-// lanes side by side.
+// Writes most [gridDim.y, d]: the largest magnitude of each column in section blockIdx.y of the
+// rows. Launch: kColumnThreads threads; the lanes of a warp cover adjacent columns.
 template <class T> __device__ __forceinline__ void columnsLargest(float* most, const T* x, int rows, int d) {
   constexpr int warps = kColumnThreads / kWarp, U = 8;  // rows at once
   __shared__ float tile[warps][kWarp * kColumns];
@@ -241,16 +244,17 @@ template <class T> __device__ __forceinline__ void columnsLargest(float* most, c
   if (column < d) most[int64_t(blockIdx.y) * d + column] = all;
 }
 
-// A block turns a tile of kTileRows by kTileColumns round, blockIdx.x counting along the columns.
-// Thread t has four rows from t / 8 · 4 on of kColumns columns, whose float8 of one column make a
-// word.
+// A block transposes a tile of kTileRows by kTileColumns, with blockIdx.x counting along the
+// columns. Thread t has four rows from t / 8 · 4 on of kColumns columns. The float8 numbers of one
+// column then form a word.
 constexpr int kTileColumns = 8 * kColumns, kTileRows = kColumnThreads / 8 * 4;
 
-// Launch: kColumnThreads threads; it may overlap with columnsLargest, which left so many sections.
+// Launch: kColumnThreads threads. It may overlap with columnsLargest, which has written the given
+// number of sections.
 template <class T>
 __device__ __forceinline__ void quantizeColumns(f8* y, float* scale, const T* x, const float* most, int sections, int rows,
                                                 int d) {
-  constexpr int kWords = kTileRows / 4, kPitch = kWords + 4;  // writing, four rows' words of eight columns meet no bank twice
+  constexpr int kWords = kTileRows / 4, kPitch = kWords + 4;  // so that writing four rows' words of eight columns has no bank conflicts
   __shared__ __align__(16) uint32_t tile[kTileColumns][kPitch];
   __shared__ __align__(16) float inverses[kTileColumns];
   const int firstRow = blockIdx.y * kTileRows, firstColumn = blockIdx.x * kTileColumns;
@@ -263,7 +267,7 @@ __device__ __forceinline__ void quantizeColumns(f8* y, float* scale, const T* x,
     if (row + i < rows) v[i] = columns(x + int64_t(row + i) * d, c, d, together);
   }
   awaitPrevious();
-  // Four threads a column go through the sections.
+  // Four threads per column loop over the sections.
   const int column = firstColumn + threadIdx.x / 4;
   float m = 0;
   if (column < d)
@@ -295,7 +299,7 @@ __device__ __forceinline__ void quantizeColumns(f8* y, float* scale, const T* x,
   const bool wide = rows % 16 == 0 && aligned16(y);
 #pragma unroll
   for (int i = threadIdx.x; i < kTileColumns * kWords / 4; i += kColumnThreads) {
-    int j = i / (kWords / 4), at = i % (kWords / 4) * 16;  // of a column's bytes
+    int j = i / (kWords / 4), at = i % (kWords / 4) * 16;  // in bytes of a column
     int to = firstColumn + j % 8 * kColumns + j / 8, r = firstRow + at;
     if (to >= d || r >= rows) continue;
     uint4 bytes = *reinterpret_cast<const uint4*>(&tile[j][at / 4]);

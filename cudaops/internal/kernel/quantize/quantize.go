@@ -8,15 +8,18 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Rows stores each row of X [Rows, D] as float8 E4M3, whose largest number is 448, with a scale:
+// Rows stores each row of X [Rows, D] as float8 E4M3 with a scale. The largest number in E4M3 is
+// 448:
 //
 //	Scale[r] = max_c |X[r, c]| / 448,  Y[r, c] = X[r, c]/Scale[r]
 //
-// rounded to nearest, ties to even; the quotient is X[r, c] times the inverse of Scale[r]. XStride
-// is the elements from one row of X to the next, 0 means D. A row of zeros has scale 1, and no
-// scale is below 2⁻¹²⁶, whose inverse is still a number. If a row has NaN its Scale is NaN. If it
-// has an infinity the Scale is infinite and Y is NaN there: a product of either is NaN. Scale
-// [Rows] is float32, X of Type.
+// Y is computed by multiplying with the inverse of Scale[r] and rounded to nearest even. X has type
+// Type, and Scale [Rows] is float32. XStride is the number of elements from one row of X to the
+// next; 0 means D.
+//
+// A row of zeros has scale 1, and no scale is less than 2⁻¹²⁶, so that its inverse is finite. If a
+// row has a NaN, its Scale is NaN. If it has an infinity, its Scale is infinite and that element of
+// Y is NaN. A product with either is NaN.
 type Rows struct {
 	Y, Scale         gpu.Ptr
 	X                gpu.Ptr
@@ -24,7 +27,7 @@ type Rows struct {
 	Type             gpu.DType
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (a Rows) Launch(q *kernel.Queue) {
 	a.XStride = cmp.Or(a.XStride, a.D)
 	shape := HeldRows(a.Type, a.D, a.Y, a.X)
@@ -34,15 +37,15 @@ func (a Rows) Launch(q *kernel.Queue) {
 	shape.Run(q, "quantize", a.Rows, a.D, a.Type, []any{a.Y, a.Scale, a.X}, a.XStride)
 }
 
-// Beside enqueues [Rows] of x [rows, d], where y is not null.
+// Beside enqueues [Rows] for x [rows, d], unless y is null.
 func Beside(q *kernel.Queue, y, scale, x gpu.Ptr, rows, d int, t gpu.DType) {
 	if y != 0 {
 		Rows{Y: y, Scale: scale, X: x, Rows: rows, D: d, Type: t}.Launch(q)
 	}
 }
 
-// HeldRows is the fastest shape for rows of d elements at some addresses that are rounded to
-// float8: none where they are not aligned or too long.
+// HeldRows returns the fastest shape for rows of d elements at the given addresses that are rounded
+// to float8. It returns the zero shape if rows are not aligned or too long.
 func HeldRows(t gpu.DType, d int, float8 gpu.Ptr, ps ...gpu.Ptr) (h HeldShape) {
 	if !Packed(t, d, float8, ps...) {
 		return h
@@ -50,17 +53,18 @@ func HeldRows(t gpu.DType, d int, float8 gpu.Ptr, ps ...gpu.Ptr) (h HeldShape) {
 	return BestShape(d, t, 2, 1, 4)
 }
 
-// HeldShape is how the threads of a block hold rows in registers: packs of 16 bytes a thread,
-// threads across a row, and rows.
+// HeldShape describes how the threads of a block hold rows in registers: the packs of 16 bytes per
+// thread, the threads across a row, and the rows per block.
 type HeldShape struct{ Packs, Across, Rows int }
 
-// BestShape is the fastest shape for rows of d elements, which are whole packs. It is of the first
-// of some numbers of packs a thread that fits, none where rows are too long. One pack is for short
-// rows, as all threads of a row compute its scale, and four for long ones.
+// BestShape returns the fastest shape for rows of d elements, which must be whole packs. It uses
+// the first of the given numbers of packs per thread that fits, or returns the zero shape if rows
+// are too long. One pack suits short rows, since all threads of a row compute its scale, and four
+// packs suit long ones.
 func BestShape(d int, t gpu.DType, packs ...int) HeldShape {
 	for _, n := range packs {
 		across := kernel.CeilDiv(d, 32*n*kernel.Vector(t)) * 32
-		// else too few threads, or more packs than there are
+		// otherwise there would be too few threads, or fewer packs than threads
 		if across <= HeldThreads && (n == 1 || d > 32*kernel.Vector(t)*n/2) {
 			return HeldShape{n, across, max(1, 128/across)}
 		}
@@ -68,8 +72,8 @@ func BestShape(d int, t gpu.DType, packs ...int) HeldShape {
 	return HeldShape{}
 }
 
-// Run enqueues a kernel over rows that may be held in registers: that of a shape, or for no
-// shape the one for any row. Strides are the elements from one row to the next in some arrays.
+// Run enqueues the kernel for the shape or, for the zero shape, the kernel for arbitrary rows.
+// strides are the row strides, in elements, of arrays that need them.
 func (h HeldShape) Run(q *kernel.Queue, name string, rows, d int, t gpu.DType, args []any,
 	strides ...int) {
 	variant, c := "_any", kernel.Line(rows, kernel.RowThreads(d))
@@ -88,35 +92,35 @@ func (h HeldShape) Over(rows int) gpu.LaunchConfig {
 	return kernel.Grid(kernel.CeilDiv(rows, h.Rows), 1, h.Across, h.Rows)
 }
 
-// Packed reports whether rows of d elements at some addresses can be moved 16 bytes at a time, and
-// as many elements be stored at once as float8.
+// Packed reports whether rows of d elements at the given addresses can be moved 16 bytes at a time,
+// and the same number of elements stored at once as float8.
 func Packed(t gpu.DType, d int, float8 gpu.Ptr, ps ...gpu.Ptr) bool {
 	return kernel.Packed(t, d, ps...) && float8%gpu.Ptr(kernel.Vector(t)) == 0
 }
 
-// Columns stores each column of X [Rows, D] as float8 E4M3 with a scale, as [Rows] does rows, and
-// turned round:
+// Columns stores each column of X [Rows, D] as float8 E4M3 with a scale, like [Rows] does for rows,
+// and transposes the result:
 //
 //	Scale[c] = max_r |X[r, c]| / 448,  Y[c, r] = X[r, c]/Scale[c]
 //
-// Y is [D, Rows] and Scale [D]. Workspace is memory of WorkspaceBytes.
+// Y is [D, Rows] and Scale [D]. Workspace has WorkspaceBytes bytes.
 type Columns struct {
 	Y, Scale, X, Workspace gpu.Ptr
 	Rows, D                int
 	Type                   gpu.DType
 }
 
-// As in quantize.cu: the columns of a block that looks for the largest. Of a tile that is turned
-// round: columns and rows. Then the threads of either.
+// Constants of quantize.cu: the columns of a block that searches for the largest elements, the
+// columns and rows of a tile that is transposed, and the threads of both.
 const largestColumns, tileColumns, tileRows, columnThreads = 256, 64, 128, 256
 
-// sections is the parts of the rows of which the largest are found at once: two blocks a
-// multiprocessor, of at least 32 rows.
+// sections returns the number of parts into which the rows are divided to search for the largest
+// elements. It aims at two blocks per multiprocessor with at least 32 rows each.
 func (a Columns) sections(d gpu.DeviceInfo) int {
 	return max(1, min(32, kernel.CeilDiv(a.Rows, 32), 2*d.SMs/kernel.CeilDiv(a.D, largestColumns)))
 }
 
-// Launch launches two kernels.
+// Launch enqueues two kernels.
 func (a Columns) Launch(q *kernel.Queue) {
 	sections := a.sections(q.Info)
 	c := kernel.Grid(kernel.CeilDiv(a.D, largestColumns), sections, columnThreads, 1)
@@ -128,12 +132,12 @@ func (a Columns) Launch(q *kernel.Queue) {
 		sections, a.Rows, a.D)
 }
 
-// WorkspaceBytes is the size of Workspace.
+// WorkspaceBytes returns the size of Workspace.
 func (a Columns) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return 4 * a.D * a.sections(d)
 }
 
-// HeldThreads is the most threads of a block that holds rows in registers.
+// HeldThreads is the largest number of threads in a block that holds rows in registers.
 const HeldThreads = 512
 
 // WorkspaceField implements [kernel.Workspaced].

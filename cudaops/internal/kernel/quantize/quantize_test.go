@@ -14,12 +14,12 @@ import (
 	"github.com/kasmina-go/kasmina/internal/half"
 )
 
-// quantized is the codes and the scale of a row, in float32 as the kernels compute them.
+// quantized returns the codes and the scale of a row, computed in float32 like the kernels do.
 func quantized(row []float64) (codes []byte, scale float32) {
 	var largest float64
 	for _, v := range row {
 		largest = math.Max(largest, math.Abs(v))
-		if v != v { // also beside an infinity
+		if v != v { // even if there is an infinity as well
 			largest = v
 			break
 		}
@@ -40,7 +40,7 @@ func quantized(row []float64) (codes []byte, scale float32) {
 	return codes, scale
 }
 
-// rows8 checks rows of float8 and their scales against the numbers that they are of.
+// rows8 checks rows of float8 and their scales against the original numbers.
 func rows8(g *kerneltest.Rig, what string, y, scale *kerneltest.Buffer, rows [][]float64) {
 	g.Helper()
 	got, scales := raw(g, y), g.Read(scale)
@@ -65,7 +65,7 @@ func rows8(g *kerneltest.Rig, what string, y, scale *kerneltest.Buffer, rows [][
 	}
 }
 
-// halfStep is half the distance of numbers around v.
+// halfStep returns half the distance between representable numbers around v.
 func halfStep(v float64) float64 {
 	_, exp := math.Frexp(math.Abs(v)) // |v| in [2^(exp−1), 2^exp)
 	return math.Ldexp(1, max(exp-1, -6)-4)
@@ -78,10 +78,10 @@ func raw(g *kerneltest.Rig, b *kerneltest.Buffer) []byte {
 	return raw
 }
 
-// oddRows is rows of all magnitudes that a type has, and of zeros, with outliers, infinities and
-// NaN.
+// oddRows returns rows of all magnitudes that a type supports, including zeros, outliers,
+// infinities and NaN.
 func oddRows(g *kerneltest.Rig, rows, d int, t gpu.DType) [][]float64 {
-	least, most := -40.0, 30.0 // of ten
+	least, most := -40.0, 30.0 // powers of ten
 	if t == kerneltest.F16 {
 		least, most = -8, 4
 	}
@@ -106,7 +106,7 @@ func oddRows(g *kerneltest.Rig, rows, d int, t gpu.DType) [][]float64 {
 			*one = math.Inf(g.Rand.IntN(2)*2 - 1)
 		case 3:
 			*one = math.NaN()
-		case 4: // multiples of halves of steps: ties
+		case 4: // multiples of half steps, that is, ties
 			for c := range x[r] {
 				x[r][c] = float64(g.Rand.IntN(65)-32) / 32
 			}
@@ -117,7 +117,7 @@ func oddRows(g *kerneltest.Rig, rows, d int, t gpu.DType) [][]float64 {
 	return x
 }
 
-// uploadRows uploads rows that lie stride apart and returns them as rounded.
+// uploadRows uploads rows that are stride elements apart, and returns them as rounded.
 func uploadRows(g *kerneltest.Rig, x [][]float64, stride int, t gpu.DType,
 	skew int) (*kerneltest.Buffer, [][]float64) {
 	g.Helper()
@@ -132,7 +132,7 @@ func uploadRows(g *kerneltest.Rig, x [][]float64, stride int, t gpu.DType,
 	return b, split(rounded, stride, len(x[0]))
 }
 
-// split is the first d of every stride numbers.
+// split returns the first d of every stride numbers.
 func split(x []float64, stride, d int) (rows [][]float64) {
 	for ; len(x) > 0; x = x[stride:] {
 		rows = append(rows, x[:d])
@@ -140,7 +140,7 @@ func split(x []float64, stride, d int) (rows [][]float64) {
 	return rows
 }
 
-// rows8Alloc returns memory for rows of float8 and their scales.
+// rows8Alloc allocates memory for rows of float8 and their scales.
 func rows8Alloc(g *kerneltest.Rig, rows, d, skew int) (y, scale *kerneltest.Buffer) {
 	g.Helper()
 	return g.Alloc(rows*d, gpu.Float8E4M3, skew), g.Alloc(rows, kerneltest.F32, 0)
@@ -204,7 +204,7 @@ func TestQuantizeColumns(t *testing.T) {
 	}
 }
 
-// sameBits fails unless two arrays are the same, and neither is as it was allocated.
+// sameBits checks that two arrays are equal, and that something has been written to them.
 func sameBits(g *kerneltest.Rig, what string, a, b *kerneltest.Buffer) {
 	g.Helper()
 	x, y := raw(g, a), raw(g, b)
@@ -216,7 +216,7 @@ func sameBits(g *kerneltest.Rig, what string, a, b *kerneltest.Buffer) {
 	}
 }
 
-// separate checks rows of float8 against what Rows makes of the rows x, stride apart.
+// separate checks rows of float8 against the result of Rows for the rows x with the given stride.
 func separate(g *kerneltest.Rig, what string, y, scale, x *kerneltest.Buffer, d, stride int) {
 	g.Helper()
 	wantY, want := rows8Alloc(g, scale.N, d, 0)
@@ -226,7 +226,7 @@ func separate(g *kerneltest.Rig, what string, y, scale, x *kerneltest.Buffer, d,
 	sameBits(g, "scales of "+what, scale, want)
 }
 
-// halfTypes are those that rows are rounded to before they are stored as float8.
+// halfTypes are the types of rows that are then stored as float8.
 var halfTypes = []gpu.DType{kerneltest.Bf16, kerneltest.F16}
 
 func TestRMSNormFloat8(t *testing.T) {
@@ -277,7 +277,7 @@ func rmsNormFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, 
 	separate(g, "y", fused[len(plain)], fused[len(plain)+1], fused[0], d, 0)
 }
 
-// TestRMSNormBackwardFloat8 has shapes of more rows than the GPU works on at once.
+// TestRMSNormBackwardFloat8 includes shapes with more rows than the GPU processes at once.
 func TestRMSNormBackwardFloat8(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	shapes := [][2]int{{3, 7}, {50, 32}, {1003, 256}, {2203, 768}, {67, 1000}, {600, 2048},
@@ -326,7 +326,7 @@ func rmsNormBackwardFloat8(g *kerneltest.Rig, rows, d int, dt gpu.DType, add boo
 
 	plain, fused := run(false), run(true)
 	sameBits(g, "dx", fused[0], plain[0])
-	g.Near("dw", fused[1], g.Read(plain[1]), 1e-4) // perhaps of other blocks' sums
+	g.Near("dw", fused[1], g.Read(plain[1]), 1e-4) // the sums of blocks may differ
 	separate(g, "dx as float8", fused[2], fused[3], fused[0], d, 0)
 }
 

@@ -1,18 +1,23 @@
-// All weights of a model as float8 after an update, twice: their rows, and their columns, turned to
-// rows, with a scale each (float8.cuh). Each of the two would read every weight by itself, launched
-// for one after the other. Here one launch is for all of them, in strips of two kinds:
+// Rounds all weights of a model to float8 after an update, twice: by rows, and by columns, which
+// are transposed to rows. Each row and column has a scale (float8.cuh).
 //
-//   largest:  the largest magnitude of each row and each column, of what a strip has of them, merged in memory
-//   rounds:   y [rows, d], scale [rows], turned [d, rows], turnedScale [d]
+// Separate launches for rows and columns would each read every weight. Here a single launch handles
+// all weights, in strips of two kinds:
 //
-// Those that round a matrix follow those that look for its largest numbers, the last first, and find in the cache what these have read.
-// They wait until all of these are done, which began before them, as blocks begin in the order of their numbers.
+//   largest:  finds a strip's largest magnitude of each row and column, and merges it in memory
+//   rounds:   writes y [rows, d], scale [rows], turned [d, rows], turnedScale [d]
 //
-// Magnitudes are ordered as their bits are, NaN behind all numbers, so they are merged as integers: in any order, the same bits.
+// The strips that round a matrix come after the strips that search it, in reverse order, so that
+// they find the weights in the cache. They wait for all searching strips, which have already
+// started, since blocks start in the order of their numbers.
+//
+// Magnitudes compare like their bits, with NaN above all numbers, so they are merged as integers.
+// The result does not depend on the order.
 #include "float8.cuh"
 
-// Weight is a matrix; rows and d are multiples of 16. turned and turnedScale may be null. From most on its largest numbers [rows + d] lie
-// among those of all, and behind them the number of strips that have added to them. They are 0 at first.
+// Weight is a matrix; rows and d are multiples of 16. turned and turnedScale may be null. Its
+// largest magnitudes [rows + d] start at index `most` of a table for all weights, followed by the
+// number of strips that have merged theirs. These must be 0 at first.
 struct Weight {
   const bf16* x;
   f8* y;
@@ -23,13 +28,15 @@ struct Weight {
   int rows, d;
 };
 
-// WeightStrip is kRows rows by kTiles tiles of kTileColumns columns of a matrix, counted in strips.
+// WeightStrip is a strip of kRows rows by kTiles tiles of kTileColumns columns. row and column
+// count strips.
 struct WeightStrip {
   unsigned weight : 31, rounds : 1;
   unsigned short row, column;
 };
 
-// Of each tile thread t has four rows from t / 8 · 4 on of kColumns columns, whose float8 of one column make a word.
+// In each tile, thread t has four rows from t / 8 · 4 on of kColumns columns. The float8 numbers of
+// one column then form a word.
 constexpr int kThreads = 256, kColumns = 8, kGroups = 8, kTiles = 4;
 constexpr int kTileColumns = kGroups * kColumns, kStripColumns = kTiles * kTileColumns, kRows = kThreads / kGroups * 4;
 static_assert(kStripColumns == kThreads, "a thread for each column");
@@ -44,10 +51,11 @@ struct Place {
         firstRow(strip.row * kRows), firstColumn(strip.column * kStripColumns), row(firstRow + quad * 4) {}
 
   __device__ __forceinline__ int column(int tile) const { return firstColumn + tile * kTileColumns + group * kColumns; }
-  // holds reports whether the thread's rows and columns of a tile are there: of all of them or of none.
+  // holds reports whether the thread's rows and columns of a tile exist. Either they all do or none
+  // does.
   __device__ __forceinline__ bool holds(int tile) const { return row < w.rows && column(tile) < w.d; }
 
-  // Packs is what a thread has of a tile.
+  // Packs is a thread's part of a tile.
   struct Packs {
     Pack<bf16, kColumns> of[4];
   };
@@ -60,7 +68,8 @@ struct Place {
     return v;
   }
 
-  // A strip that looks for the largest numbers says that it has merged its own, and one that rounds waits for all of them.
+  // A searching strip calls tellMerged after merging its largest magnitudes. A rounding strip calls
+  // awaitMerged to wait for all of these.
   __device__ __forceinline__ unsigned* merged() const { return most + w.rows + w.d; }
   __device__ __forceinline__ void tellMerged() const {
     __syncthreads();
@@ -76,10 +85,10 @@ struct Place {
   }
 };
 
-// Magnitudes two at a time.
+// Magnitudes, two at a time.
 using Two = Pairs<bf16>;
 __device__ __forceinline__ unsigned bitsOf(Two::Word w) { return reinterpret_cast<unsigned&>(w); }
-// The bits of one of the two as a float32.
+// Returns the bits of one of the two numbers as float32.
 __device__ __forceinline__ unsigned oneOf(Two::Word w, int i) { return i ? bitsOf(w) & 0xffff0000u : bitsOf(w) << 16; }
 __device__ __forceinline__ void mergeLanes(Two::Word& w, int apart) {
   unsigned other = __shfl_xor_sync(kAllLanes, bitsOf(w), apart);
@@ -115,7 +124,7 @@ __device__ __forceinline__ void mergeLargest(const Place& p) {
     v = next;
   }
 #pragma unroll
-  for (int i = 0; i < 4; i += 2) {  // two rows in a word
+  for (int i = 0; i < 4; i += 2) {  // two rows per word
     rows[i] = Two::merge(__lows2bfloat162(rows[i], rows[i + 1]), __highs2bfloat162(rows[i], rows[i + 1]));
 #pragma unroll
     for (int lane = 1; lane < kGroups; lane *= 2) mergeLanes(rows[i], lane);
@@ -133,7 +142,7 @@ __device__ __forceinline__ void mergeLargest(const Place& p) {
 }
 
 __device__ __forceinline__ void round(const Place& p) {
-  constexpr int kWords = kRows / 4, kPitch = kWords + 4;  // writing, four rows' words of eight columns meet no bank twice
+  constexpr int kWords = kRows / 4, kPitch = kWords + 4;  // so that writing four rows' words of eight columns has no bank conflicts
   __shared__ __align__(16) uint32_t turned[2][kTileColumns][kPitch];
   __shared__ float rowInverse[kRows], columnInverse[kStripColumns];
   const int t = threadIdx.x, r = p.firstRow + t, column = p.firstColumn + t;
@@ -176,10 +185,10 @@ __device__ __forceinline__ void round(const Place& p) {
               fourE4M3(x[0].y * s[j + 1], x[1].y * s[j + 1], x[2].y * s[j + 1], x[3].y * s[j + 1]);
         }
       }
-      __syncthreads();  // which also parts this tile's reads from the writes after the next one
+      __syncthreads();  // also separates this tile's reads from the writes of the tile after the next one
 #pragma unroll
       for (int i = t; i < kTileColumns * kWords / 4; i += kThreads) {
-        int j = i / (kWords / 4), at = i % (kWords / 4) * 16;  // of a column's bytes
+        int j = i / (kWords / 4), at = i % (kWords / 4) * 16;  // in bytes of a column
         int to = p.firstColumn + tile * kTileColumns + j % kGroups * kColumns + j / kGroups, first = p.firstRow + at;
         if (to < p.w.d && first < p.w.rows)
           *reinterpret_cast<uint4*>(p.w.turned + int64_t(to) * p.w.rows + first) =
@@ -190,7 +199,7 @@ __device__ __forceinline__ void round(const Place& p) {
   }
 }
 
-// Launch: a block of kThreads a strip.
+// Launch: one block of kThreads per strip.
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
     quantize_weights(const Weight* weights, const WeightStrip* strips, unsigned* largest) {
   const WeightStrip strip = strips[blockIdx.x];

@@ -8,38 +8,41 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Weight is a bfloat16 matrix X [Rows, D]. Its rows are to be in Y and Scale as float8, as of
-// [Rows]. Its columns are to be in Turned and TurnedScale, as of [Columns], both of which may be
-// null. Rows and D are multiples of 16, and so are addresses. It is Weight of quantize_weights.cu.
+// Weight is a bfloat16 matrix X [Rows, D] to be stored as float8: its rows in Y and Scale, like
+// [Rows], and its columns in Turned and TurnedScale, like [Columns]. Turned and TurnedScale may
+// both be null. Rows, D and the addresses are multiples of 16. The layout matches Weight in
+// quantize_weights.cu.
 type Weight struct {
 	X, Y, Scale, Turned, TurnedScale gpu.Ptr
-	// where the table has the largest of each row and column, and how many strips were looked at
+	// offset in the table of the largest element of each row and column, and of the number of
+	// strips searched
 	most    int64
 	Rows, D int32
 }
 
-// The strip of a block, kRows and kStripColumns of quantize_weights.cu, and its threads.
+// The rows, columns and threads of a block's strip; must match kRows, kStripColumns and kThreads in
+// quantize_weights.cu.
 const WeightRows, WeightColumns, WeightThreads = 128, 256, 256
 
-// weightLead is how many strips of a weight are searched for their largest numbers before the
-// weight ahead of it is rounded. It is as many as an H200 works on at once. So it has something to
-// do while the last strips of that one are looked at.
+// weightLead is the number of strips of a weight that are searched for their largest elements
+// before the preceding weight is rounded. It is the number of strips that an H200 processes at
+// once, which keeps the GPU busy while the last strips of the preceding weight are searched.
 const weightLead = 512
 
-// Table is weights laid out on the device, so that one call is for all: the weights, their strips,
-// and the largest numbers of all.
+// Table holds weights laid out on the device, so that one launch rounds them all: the weights,
+// their strips, and their largest elements.
 type Table struct {
-	Weights      []Weight  // as they were given
-	At           []gpu.Ptr // where all that is
-	blocks, most int       // strips, and largest numbers
+	Weights      []Weight  // as passed to NewTable
+	At           []gpu.Ptr // addresses of the weights, the strips and the largest elements
+	blocks, most int       // numbers of strips and of largest elements
 }
 
-// NewTable lays out weights, of which there is one at least.
+// NewTable lays out weights. There must be at least one.
 func NewTable(ctx gpu.Context, alloc kernel.Alloc, weights []Weight) (*Table, error) {
 	rows, strips := slices.Clone(weights), WeightStrips(weights)
 	t := &Table{Weights: weights, blocks: len(strips)}
 	for i, w := range weights {
-		if w.Rows > WeightRows<<16 || w.D > WeightColumns<<16 { // which strips cannot count
+		if w.Rows > WeightRows<<16 || w.D > WeightColumns<<16 { // limit of a strip's fields
 			return nil, fmt.Errorf("kernels.NewQuantizeTable: weight %d is %dx%d, want at most "+
 				"%dx%d", i, w.Rows, w.D, WeightRows<<16, WeightColumns<<16)
 		}
@@ -56,8 +59,9 @@ func NewTable(ctx gpu.Context, alloc kernel.Alloc, weights []Weight) (*Table, er
 	return t, nil
 }
 
-// WeightStrip is WeightStrip of quantize_weights.cu: a weight, with weightRounds if the strip is
-// one that rounds.
+// WeightStrip identifies a strip of a weight; the layout matches WeightStrip in
+// quantize_weights.cu. Weight has the bit WeightRounds set if the strip is to be rounded rather
+// than searched.
 type WeightStrip struct {
 	Weight      uint32
 	Row, Column uint16
@@ -65,10 +69,11 @@ type WeightStrip struct {
 
 const WeightRounds = 1 << 31
 
-// WeightStrips lists the strips of all weights. Those that round a weight come behind those that
-// look for its largest numbers, and for the first few of the next one's. The kernel relies on that.
+// WeightStrips lists the strips of all weights. The strips that round a weight come after all those
+// that search it for its largest elements, and after the first few that search the next weight. The
+// kernel relies on this order.
 func WeightStrips(weights []Weight) (strips []WeightStrip) {
-	lead := 0 // how many of this weight's are in the list already
+	lead := 0 // number of this weight's strips already in the list
 	for i := range weights {
 		all, next := stripsOf(weights, i), stripsOf(weights, i+1)
 		strips = append(strips, all[lead:]...)
@@ -83,7 +88,7 @@ func WeightStrips(weights []Weight) (strips []WeightStrip) {
 	return strips
 }
 
-// stripsOf lists the strips of a weight, none behind the last one.
+// stripsOf lists the strips of a weight. It returns nil for the index after the last one.
 func stripsOf(weights []Weight, i int) (strips []WeightStrip) {
 	if i == len(weights) {
 		return nil
@@ -96,10 +101,10 @@ func stripsOf(weights []Weight, i int) (strips []WeightStrip) {
 	return strips
 }
 
-// Weights makes the float8 of a table's weights.
+// Weights rounds all weights of a table to float8.
 type Weights struct{ Table *Table }
 
-// Launch clears the table's largest numbers and launches a kernel.
+// Launch clears the table's largest elements and enqueues one kernel.
 func (p Weights) Launch(q *kernel.Queue) {
 	q.Fill(p.Table.At[2], 0, 4*p.Table.most)
 	q.Run("quantize_weights", "quantize_weights", kernel.Line(p.Table.blocks, WeightThreads),

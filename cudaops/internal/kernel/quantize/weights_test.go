@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 )
 
-// TestQuantizeWeights wants rows and columns of some matrices to be those of each by itself, again
-// and again.
+// TestQuantizeWeights checks that rounding several matrices in one launch gives the same rows and
+// columns as rounding each separately, on repeated runs.
 func TestQuantizeWeights(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	var weights []quantize.Weight
@@ -55,8 +55,8 @@ func TestQuantizeWeights(t *testing.T) {
 	}
 }
 
-// TestWeightStrips wants every strip twice, and those that round a weight behind all that look for
-// its largest numbers, which they wait for.
+// TestWeightStrips checks that every strip is listed twice, and that strips that round a weight
+// come after all strips that search it.
 func TestWeightStrips(t *testing.T) {
 	weights := []quantize.Weight{{Rows: 16, D: 16}, {Rows: 5120, D: 3072}, {Rows: 144, D: 80},
 		{Rows: 128, D: 64}, {Rows: 11264, D: 2048}}

@@ -1,17 +1,20 @@
-// Sums and maxima. x is [outer, n, inner], and the middle is reduced: y[o, i] = scale·Σ_k x[o, k, i], or the maximum. So
-// inner = 1 reduces rows, outer = 1 reduces columns, and both all of it.
+// Sums and maxima. x is [outer, n, inner], and the middle dimension is reduced: y[o, i] = scale·Σ_k
+// x[o, k, i], or the maximum. inner = 1 reduces rows, outer = 1 reduces columns, and both reduce
+// everything.
 //
-// Wide reductions take two steps. The middle is cut into parts, whose results [outer, parts, inner]
-// in float32 the same kernels reduce again. That launch may overlap with the first step's. The
-// parts depend on the shape alone, and every part is added up in one order. Packs are read past the
-// L1, which is some percent faster where other kernels have just written.
+// Wide reductions take two steps. The middle dimension is divided into parts. The same kernels then
+// reduce the float32 results [outer, parts, inner] of the parts, in a launch that may overlap with
+// the first one. The division depends only on the shape, and every part is added up in a fixed
+// order. Packs are loaded without L1 allocation, which is a few percent faster if other kernels
+// have just written them.
 #include "common.cuh"
 #include "overlap.cuh"
 
 constexpr int kThreads = 256;
 
-// inner = 1. part p takes the elements [p·perPart, (p+1)·perPart) of a row; perPart is a multiple of kVec unless there is
-// one part. Launch: a block a part, outer·parts blocks, of as many threads as have kRowUnroll accesses each, at most kThreads.
+// inner = 1. Part p reduces the elements [p·perPart, (p+1)·perPart) of a row; perPart is a multiple
+// of kVec unless there is just one part. Launch: one block per part, outer·parts blocks, with
+// enough threads for kRowUnroll accesses each, at most kThreads.
 constexpr int kRowUnroll = 2;
 template <class Op, class Y, class X>
 __device__ __forceinline__ void reduceRows(Y* y, const X* x, float scale, int64_t n, int parts, int64_t perPart) {
@@ -45,12 +48,14 @@ __device__ __forceinline__ void reduceRows(Y* y, const X* x, float scale, int64_
   if (threadIdx.x == 0) y[blockIdx.x] = fromFloat<Y>(scale * r);
 }
 
-// inner > 1. The first parts take turns, eight rows each, kColumnUnroll times eight at once. Each
-// of the last `late` takes a run of kRun rows behind those. Blocks start in order, so that the runs
-// even out what multiprocessors differ in speed. Launch: blocks of 32 by 8 threads, a thread for
-// each N columns of inner and eight to share the rows. There are outer·parts·tiles blocks, each for
-// 32·N columns. They are bounded by four a multiprocessor, since the compiler else saves registers
-// and waits for the first two loads before it starts a third.
+// inner > 1. The first parts take groups of eight rows in turn, kColumnUnroll groups at once. Each
+// of the last `late` parts takes a run of kRun rows after those. Blocks start in order, so the runs
+// even out the speed of multiprocessors.
+//
+// Launch: blocks of 32 by 8 threads, one thread for each N columns of inner and eight to share the
+// rows. There are outer·parts·tiles blocks, each for 32·N columns. The launch bounds allow four
+// blocks per multiprocessor; otherwise the compiler would save registers and wait for the first two
+// loads before starting a third.
 constexpr int kColumnUnroll = 8, kRun = 128;
 
 template <class Op, class Y, class X, int N>

@@ -8,19 +8,19 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Reduction is what Reduce does.
+// Reduction is the operation of a Reduce.
 type Reduction string
 
-// Max gives NaN where there is one.
+// Max returns NaN if there is a NaN.
 const (
 	Sum Reduction = "sum"
 	Max Reduction = "max"
 )
 
-// Reduce reduces the middle of X [Outer, N, Inner] to Y [Outer, Inner], times Scale: Inner = 1 for
-// the rows of a matrix, Outer = 1 for its columns, both for all of it. A mean is a sum with a Scale
-// of 1/N. A zero Scale counts as 1. The types are equal, or one of them is float32. Workspace is
-// memory of WorkspaceBytes.
+// Reduce reduces the middle dimension of X [Outer, N, Inner] to Y [Outer, Inner] and multiplies by
+// Scale. Inner = 1 reduces the rows of a matrix, Outer = 1 its columns, and both reduce the whole
+// matrix. A mean is a sum with a Scale of 1/N; a Scale of 0 counts as 1. The types are equal, or
+// one is float32. Workspace has WorkspaceBytes bytes.
 type Reduce struct {
 	Op              Reduction
 	Y, X, Workspace gpu.Ptr
@@ -29,20 +29,23 @@ type Reduce struct {
 	YType, XType    gpu.DType
 }
 
-// rowPart is the elements of a row that one block takes where a few long rows are to fill the GPU.
-// Of columns, columnPart is the rows, and columnRun those of a block that comes late, kRun of
-// reduce.cu.
+// rowPart is the least number of elements of a row for a block, when few long rows have to fill the
+// GPU. When reducing columns, columnPart is the least number of rows for a block, and columnRun,
+// which must match kRun in reduce.cu, the number of rows for a block that starts late.
 const (
 	rowPart    = 1 << 15
 	columnPart = 64
 	columnRun  = 128
-	rowUnroll  = 2 // accesses a thread, kRowUnroll of reduce.cu
+	rowUnroll  = 2 // accesses per thread; must match kRowUnroll in reduce.cu
 )
 
-// parts is into how many parts the middle is cut, none smaller than pays. Blocks that reduce rows
-// are to fill the GPU twice, where eight fit on a multiprocessor. Four that reduce columns have as
-// much in flight there, and leave less to add up. Behind these come late ones with a fifth of the
-// rows, where that leaves the first four times as many as them.
+// parts returns the number of parts into which the middle dimension is divided, and how many of
+// them are late blocks.
+//
+// Blocks that reduce rows should fill the GPU twice, at eight blocks per multiprocessor. For
+// columns, four blocks per multiprocessor have as much data in flight, and produce fewer results to
+// combine. If there are enough rows, late blocks take a fifth of the rows, to even out the speed of
+// multiprocessors.
 func (a Reduce) parts(d gpu.DeviceInfo) (parts, late int) {
 	if a.Inner == 1 {
 		return max(1, min(kernel.CeilDiv(a.N, rowPart), kernel.CeilDiv(2*8*d.SMs, a.Outer))), 0
@@ -55,7 +58,7 @@ func (a Reduce) parts(d gpu.DeviceInfo) (parts, late int) {
 	return parts + late, late
 }
 
-// WorkspaceBytes is the size of Workspace; it may be 0.
+// WorkspaceBytes returns the size of Workspace, which may be 0.
 func (a Reduce) WorkspaceBytes(d gpu.DeviceInfo) int {
 	if a.Outer < 1 || a.N < 1 || a.Inner < 1 {
 		return 0
@@ -66,8 +69,8 @@ func (a Reduce) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return 0
 }
 
-// Launch launches one kernel, or two for a reduction that is wide. To reduce nothing to a number is
-// an error.
+// Launch enqueues one kernel, or two for a wide reduction. Reducing zero elements to a number is an
+// error.
 func (a Reduce) Launch(q *kernel.Queue) {
 	switch {
 	case a.Outer == 0 || a.Inner == 0:
@@ -89,7 +92,7 @@ func (a Reduce) Launch(q *kernel.Queue) {
 	a.run(q, 1, 0)
 }
 
-// run launches one step. One that reads what another has left begins while that ends.
+// run enqueues one step. A step that reads the results of another one starts while that one ends.
 func (a Reduce) run(q *kernel.Queue, parts, late int) {
 	name, blocks, n := kernel.Suffix(a.YType, a.XType), a.Outer*parts, kernel.Vector(a.XType)
 	if a.Inner == 1 {

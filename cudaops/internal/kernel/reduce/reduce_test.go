@@ -15,7 +15,7 @@ func TestReduce(t *testing.T) {
 		{1, 1, 1}, {1, 100003, 1}, {1, 1 << 20, 1}, {77, 1000, 1}, {5, 70001, 1}, {3000, 9, 1},
 		{1, 5000, 768}, {1, 300, 33}, {7, 129, 64}, {4, 3, 5}, {2, 2000, 1000},
 		{3, 3000, 1}, {9, 4096, 1}, {1, 65, 8}, {1, 3001, 512},
-		// some parts come late
+		// with late parts
 		{1, kerneltest.Few(400_003, 9000), 8}, {1, kerneltest.Few(400_003, 9000), 3},
 	} {
 		for _, types := range [][2]gpu.DType{{kerneltest.F32, kerneltest.F32},

@@ -1,23 +1,26 @@
-// Rotary position embedding. In every head of every row of x the pairs (i, i + h), h = headDim/2,
-// turn by an angle. Its cosine and sine stand at [position·h + i] of the tables, position = row mod
-// seq:
+// Rotary position embedding. In every head of every row of x, the pairs (i, i + h), h = headDim/2,
+// are rotated by an angle. Its cosine and sine are at [position·h + i] of the tables, where
+// position = row mod seq:
 //
 //   y[i] = x[i]·cos − x[i+h]·sin,   y[i+h] = x[i+h]·cos + x[i]·sin
 //
-// With sign = −1 instead of 1 the angle is turned back, which is also the gradient. y may be x.
+// A sign of −1 instead of 1 rotates in the opposite direction, which is also the gradient. y may be
+// x.
 //
-// A head may be a power of two of packs of 16 bytes, up to a warp. Then a lane takes one in each of
-// H heads, and gets the other elements of its pairs from the lane that has them. So what is in
-// flight lies as close together as it can. Else a thread takes both elements of N pairs. Its heads
-// lie heads/H apart, and it reads their cosines and sines once. The last rows come first: what the
-// kernel before has written last, the cache still holds. The kernel behind begins with the first.
+// If a head is a power of two of 16-byte packs, up to a warp, a lane has one pack in each of H
+// heads, and gets the other elements of its pairs from another lane. The memory accesses in flight
+// are then as compact as possible. Otherwise a thread has both elements of N pairs in heads that
+// are heads/H apart, and reads their cosines and sines once.
+//
+// The last rows come first, because the cache still holds the rows that the preceding kernel wrote
+// last. The next kernel starts with the first rows.
 #include "common.cuh"
 
 constexpr int kThreads = 128;
 
-// loadNow and storeNow are load and store of 16 bytes at once, in the order of the source. The
-// compiler puts the loads of a second head behind the arithmetic of the first, and takes some
-// stores apart.
+// loadNow and storeNow load and store 16 bytes in one access, in the order of the source. The
+// compiler would otherwise move the loads of a second head after the arithmetic of the first, and
+// split some stores.
 template <int N, class T> __device__ __forceinline__ Pack<T, N> loadNow(const T* p) {
   if constexpr (sizeof(T) * N == 16) {
     Pack<T, N> r;
@@ -36,11 +39,12 @@ template <int N, class T> __device__ __forceinline__ void storeNow(T* p, const P
   }
 }
 
-// threadIndex counts from the threads of the last block.
+// threadIndex returns the thread's index, with blocks in reverse order.
 __device__ __forceinline__ unsigned threadIndex() { return (gridDim.x - 1 - blockIdx.x) * kThreads + threadIdx.x; }
 
-// h a multiple of N, heads of H; for N above 1 all addresses are multiples of 16 bytes. Launch: a thread for each of
-// rows·heads/H·h/N stretches of N pairs; fewer than 2³¹.
+// h must be a multiple of N and heads a multiple of H; if N is greater than 1, all addresses must
+// be multiples of 16 bytes. Launch: one thread for each of rows·heads/H·h/N groups of N pairs,
+// fewer than 2³¹.
 template <class T, int N, int H>
 __device__ __forceinline__ void rotate(T* y, const T* x, const float* cosines, const float* sines, float sign, int64_t rows,
                                        int heads, int h, int seq, int64_t xStride, int64_t yStride) {
@@ -69,7 +73,8 @@ __device__ __forceinline__ void rotate(T* y, const T* x, const float* cosines, c
   }
 }
 
-// The same where 2·h/N is a power of two of at most kWarp. Launch: a thread for each of rows·heads/H·2·h/N packs.
+// The same if 2·h/N is a power of two and at most kWarp. Launch: one thread for each of
+// rows·heads/H·2·h/N packs.
 template <class T, int H>
 __device__ __forceinline__ void exchange(T* y, const T* x, const float* cosines, const float* sines, float sign, int64_t rows,
                                          int heads, int h, int seq, int64_t xStride, int64_t yStride) {

@@ -9,11 +9,13 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// Rotate turns the pairs (i, i+h), h = HeadDim/2, of every head in the rows of X [Rows,
-// Heads·HeadDim]. The cosine and sine of the angle stand at [position·h + i] of the float32 tables,
-// position = row mod Seq. With Inverse it turns them back, which is the gradient. Y may be X.
-// XStride and YStride are the elements from one row to the next, 0 for no gaps. So a tensor may be
-// part of a wider one.
+// Rotate rotates the pairs (i, i+h), h = HeadDim/2, of every head in the rows of X [Rows,
+// Heads·HeadDim]. The cosine and sine of a pair's angle are at [position·h + i] of the float32
+// tables, where position = row mod Seq. With Inverse it rotates them back, which is also the
+// gradient.
+//
+// Y may be X. XStride and YStride are the number of elements from one row to the next, or 0 if rows
+// are contiguous, so a tensor may be part of a wider one.
 type Rotate struct {
 	Y, X, Cos, Sin      gpu.Ptr
 	Rows                int
@@ -23,16 +25,16 @@ type Rotate struct {
 	Type                gpu.DType
 }
 
-// ropeThreads is the threads of a block, kThreads of rope.cu.
+// ropeThreads is the number of threads per block; must match kThreads in rope.cu.
 const ropeThreads = 128
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (a Rotate) Launch(q *kernel.Queue) {
 	width, h, n := a.Heads*a.HeadDim, a.HeadDim/2, kernel.Vector(a.Type)
 	a.XStride, a.YStride = cmp.Or(a.XStride, width), cmp.Or(a.YStride, width)
 	variant, threads := "rope_pairs", a.Rows*a.Heads*h
 	if h%n == 0 && kernel.Packed(a.Type, a.XStride, a.X, a.Y, a.Cos, a.Sin) && a.YStride%n == 0 {
-		lanes := a.HeadDim / n // of a head, where each has 16 bytes
+		lanes := a.HeadDim / n // per head, with 16 bytes each
 		switch {
 		case a.Heads%4 == 0 && lanes <= 32 && lanes&(lanes-1) == 0:
 			variant, threads = "rope_exchange4", threads/n/2

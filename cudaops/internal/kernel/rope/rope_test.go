@@ -40,7 +40,8 @@ func TestRoPE(t *testing.T) {
 	}
 }
 
-// TestRoPEInPlaceOfPart turns the middle third of wider rows and leaves the rest alone.
+// TestRoPEInPlaceOfPart rotates the middle third of wider rows in place, and checks that the rest
+// is unchanged.
 func TestRoPEInPlaceOfPart(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	const rows, seq, heads, headDim, d = 12, 6, 4, 32, 4 * 32

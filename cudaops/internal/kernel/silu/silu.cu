@@ -1,20 +1,20 @@
 // The gate of a SiLU MLP, over [rows, f]:
 //
 //   forward:   h = silu(a) ⊙ b,  silu(a) = a·σ(a)
-//   backward:  da = dh ⊙ b ⊙ σ(a)(1 + a(1 − σ(a))),  db = dh ⊙ silu(a),  and h again where it is wanted
+//   backward:  da = dh ⊙ b ⊙ σ(a)(1 + a(1 − σ(a))),  db = dh ⊙ silu(a),  and optionally h again
 //
-// and the same with GELU in the place of SiLU.
+// The same kernels exist with GELU instead of SiLU.
 //
-// a and b share a row stride, as do da and db. In [a | b] side by side it is 2f, and b starts f
-// behind a. h and dh have no gaps. da may be a's memory or dh's, db may be b's.
+// a and b have the same row stride, as do da and db. If they are stored as [a | b], the stride is
+// 2f and b starts f elements after a. h and dh are contiguous. da may be a or dh, and db may be b.
 //
-// Launch: blocks of 256 threads, each with kUnroll packs that lie a block's width apart.
+// Launch: blocks of 256 threads, each with kUnroll packs that are a block's width apart.
 #include "gate.cuh"
 
 constexpr int kThreads = 256, kUnroll = 2;
 
-// forPacks calls f with the position in h and in a of each of the thread's packs: N elements, f a multiple of N. Fewer
-// than 2³¹ packs.
+// forPacks calls body for each of the thread's packs of N elements, with the pack's positions in h
+// and in a. f must be a multiple of N, and there must be fewer than 2³¹ packs.
 template <int N, class F> __device__ __forceinline__ void forPacks(int64_t rows, int f, int64_t stride, F body) {
   unsigned perRow = f / N;
   int64_t total = rows * perRow;

@@ -9,11 +9,11 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 )
 
-// Mul computes H = silu(A) ⊙ B over [Rows, F], silu(a) = a·σ(a), or with GELU its approximation by
-// tanh in silu's place. A and B are the halves of the rows of AB [Rows, 2·F].
+// Mul computes H = silu(A) ⊙ B over [Rows, F], where silu(a) = a·σ(a). With GELU it uses the tanh
+// approximation of GELU instead. A and B are the halves of the rows of AB [Rows, 2·F].
 //
-// Where H8 is not null it is H, as rounded to Type, with Scale8 [Rows] as [quantize.Rows] stores
-// its rows. H may then be null, but for GELU. Type is a 16-bit one.
+// If H8 is not null, Mul also stores H, as rounded to Type, in H8 and Scale8 [Rows], like
+// [quantize.Rows]. H may then be null, except with GELU. Type must be a 16-bit type.
 type Mul struct {
 	H, AB      gpu.Ptr
 	Rows, F    int
@@ -22,7 +22,7 @@ type Mul struct {
 	H8, Scale8 gpu.Ptr
 }
 
-// Launch launches one kernel; with H8 and GELU two.
+// Launch enqueues one kernel, or two with both H8 and GELU.
 func (a Mul) Launch(q *kernel.Queue) {
 	b := a.AB.Offset(a.F * a.Type.Size())
 	if a.H8 != 0 && !a.GELU {
@@ -36,11 +36,11 @@ func (a Mul) Launch(q *kernel.Queue) {
 }
 
 // MulBackward computes the gradients DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A), the
-// halves of the rows of DAB [Rows, 2·F], and H again unless it is null. With GELU they are the
-// gradients of that. DAB may be the memory of AB.
+// halves of the rows of DAB [Rows, 2·F], and recomputes H unless it is null. With GELU it uses that
+// gate instead. DAB may be AB.
 //
-// Where DAB8 [Rows, 2·F] is not null it is DAB, as rounded to Type, with Scale8 [Rows] as
-// [quantize.Rows] stores its rows. Type is then a 16-bit one.
+// If DAB8 [Rows, 2·F] is not null, MulBackward also stores DAB, as rounded to Type, in DAB8 and
+// Scale8 [Rows], like [quantize.Rows]. Type must then be a 16-bit type.
 type MulBackward struct {
 	H, DAB, DH, AB gpu.Ptr
 	Rows, F        int
@@ -49,8 +49,8 @@ type MulBackward struct {
 	DAB8, Scale8   gpu.Ptr
 }
 
-// Launch launches one kernel; with DAB8, where rows are not aligned or too long for registers, or
-// for GELU, two.
+// Launch enqueues one kernel. With DAB8 it enqueues two if rows are not aligned or too long for
+// registers, or for GELU.
 func (a MulBackward) Launch(q *kernel.Queue) {
 	half, stride := a.F*a.Type.Size(), 2*a.F
 	b, db := a.AB.Offset(half), a.DAB.Offset(half)

@@ -2,13 +2,15 @@
 //
 //   forward:   y = exp(x − max) / Σ exp(x − max)         backward:  dx = y ⊙ (g − Σ g ⊙ y)
 //
-// y may be x, dx may be g or y. An aligned row of up to 1024 elements is held by a warp, in registers, a longer one by a block. A
-// row that is not aligned, or too long for that, takes a block that finds it in the cache the second time.
+// y may be x, and dx may be g or y. An aligned row is held in registers: by a warp if it has up to
+// 1024 elements, and otherwise by a block. A row that is not aligned or too long takes a block that
+// reads it again from the cache.
 #include "rows.cuh"
 
 constexpr int kRowsPerBlock = 4, kPerLane = 32;
 
-// WarpRow is a row of a multiple of kVec elements in a warp's registers. Launch: a warp a row, kRowsPerBlock rows a block.
+// WarpRow is a row in a warp's registers; its length is a multiple of kVec. Launch: one warp per
+// row, kRowsPerBlock rows per block.
 template <class T> struct WarpRow {
   static constexpr int N = kVec<T>;
   int64_t row;
@@ -68,8 +70,8 @@ template <class T> __device__ __forceinline__ void backwardWarp(T* dx, const T* 
   r.write(dx, vy);
 }
 
-// HeldRow is a row in a block's registers, P packs a thread. Launch: a block a row of a multiple of kVec elements and at most
-// blockDim.x·P·kVec.
+// HeldRow is a row in a block's registers, with P packs per thread. Launch: one block per row; its
+// length is a multiple of kVec and at most blockDim.x·P·kVec.
 template <class T, int P> struct HeldRow {
   static constexpr int N = kVec<T>;
   int n;
@@ -136,7 +138,7 @@ template <class T, int P> __device__ __forceinline__ void backwardHeld(T* dx, co
   r.write(dx, vy);
 }
 
-// Launch: a block a row.
+// Launch: one block per row.
 template <class T> __device__ __forceinline__ void softmaxBlock(T* y, const T* x, int n) {
   x += int64_t(blockIdx.x) * n, y += int64_t(blockIdx.x) * n;
   RowSum<T> s;

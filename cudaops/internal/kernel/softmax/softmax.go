@@ -15,20 +15,20 @@ type Forward struct {
 	Type    gpu.DType
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (p Forward) Launch(q *kernel.Queue) {
 	softmax(q, "softmax", p.Rows, p.N, p.Type, kernel.Packed(p.Type, p.N, p.Y, p.X), p.Y, p.X)
 }
 
 // Backward computes DX = Y ⊙ (G − Σ G ⊙ Y) for each row, from the output Y of Forward and its
-// gradient G. The memory of DX may be that of either.
+// gradient G. DX may be Y or G.
 type Backward struct {
 	DX, G, Y gpu.Ptr
 	Rows, N  int
 	Type     gpu.DType
 }
 
-// Launch launches one kernel.
+// Launch enqueues one kernel.
 func (p Backward) Launch(q *kernel.Queue) {
 	softmax(q, "softmax_backward", p.Rows, p.N, p.Type, kernel.Packed(p.Type, p.N, p.DX, p.G, p.Y),
 		p.DX, p.G, p.Y)
@@ -37,7 +37,7 @@ func (p Backward) Launch(q *kernel.Queue) {
 func softmax(q *kernel.Queue, name string, rows, n int, t gpu.DType, packed bool, args ...any) {
 	c := kernel.Line(rows, kernel.LongRowThreads(n, t))
 	variant := "_block"
-	for _, packs := range []int{4, 2} { // a thread, of rows that a block holds
+	for _, packs := range []int{4, 2} { // per thread, for rows that a block holds
 		if threads := kernel.CeilDiv(n, 32*packs*kernel.Vector(t)) * 32; packed && threads <= 512 {
 			variant, c = fmt.Sprint("_held", packs), kernel.Line(rows, threads)
 		}

@@ -42,7 +42,7 @@ func TestSoftmax(t *testing.T) {
 				}
 				g.Must(g.Launch(g.Stream, Backward{DX: dy.Ptr, G: dy.Ptr, Y: x.Ptr, Rows: rows,
 					N: n, Type: dt}))
-				if n > 1 { // else it is zero but for rounding
+				if n > 1 { // otherwise it is zero except for rounding
 					g.Near("dx", dy, want, kerneltest.Backward(dt))
 				}
 			})
