@@ -79,8 +79,8 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 
 	tracer, ok := t.currentEngine().(Tracer)
 	if !ok {
-		return refusing("ProfileStep: the trainer's engine does not profile steps; that of package " +
-			"llm/gpu does")
+		return refusing("ProfileStep: the trainer's engine cannot profile steps; the engine of " +
+			"package llm/gpu can")
 	}
 
 	if err := atomicfile.Writable(path); err != nil { // fail now rather than after the steps
@@ -94,7 +94,7 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 			return nil
 		case e.Kind == RunEnd:
 			done = true
-			_, err := fmt.Fprintf(w, "profile   the run ended too early: there is none in %s\n",
+			_, err := fmt.Fprintf(w, "profile   the run ended too early: no trace was written to %s\n",
 				path)
 			return err
 		case e.Kind != StepEnd:

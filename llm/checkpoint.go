@@ -129,7 +129,7 @@ func (t *Trainer) ownState(e Parallel) (counts []optim.Tensor, moments []modelfi
 	err error) {
 	o, ok := t.Optimizer.(optim.Partial)
 	if !ok {
-		return nil, nil, fmt.Errorf("llm: %T remembers whole models alone", t.Optimizer)
+		return nil, nil, fmt.Errorf("llm: %T cannot save a part of its state", t.Optimizer)
 	}
 
 	parts, err := e.Own()
@@ -160,7 +160,7 @@ func (t *Trainer) ownState(e Parallel) (counts []optim.Tensor, moments []modelfi
 
 // notFinite returns the error for optimizer state that is not finite.
 func notFinite(name string) error {
-	return fmt.Errorf("llm: saving the optimiser: %w: %s is not finite", ErrDiverged, name)
+	return fmt.Errorf("llm: saving the optimizer: %w: %s is not finite", ErrDiverged, name)
 }
 
 // copied returns a copy of the data that Save writes.
@@ -219,7 +219,7 @@ func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safet
 	for _, s := range state {
 		x, err := safetensors.New(modelfile.OptimizerPrefix+s.Name, s.Shape, s.Data)
 		if err != nil {
-			return nil, nil, fmt.Errorf("llm: saving the optimiser: %w", err)
+			return nil, nil, fmt.Errorf("llm: saving the optimizer: %w", err)
 		}
 		tensors = append(tensors, x)
 	}
@@ -282,8 +282,8 @@ func ReadNotes(path string) (map[string]string, error) {
 	defer f.Close()
 
 	if _, ok := f.Metadata[modelfile.NotesKey]; !ok {
-		return nil, f.Errorf("it has no notes of a run, which Trainer.Save writes: a model alone " +
-			"cannot go on")
+		return nil, f.Errorf("it has no notes of a run, as written by Trainer.Save: a model alone " +
+			"cannot be resumed")
 	}
 
 	var notes map[string]string

@@ -296,7 +296,7 @@ func TestResumeErrors(t *testing.T) {
 		}()}, want: "Seeds is 8 here and 4 there", is: ErrArchitecture},
 		"other type": {path: path, o: trainerOptions{dt: tensor.Float64},
 			want: "F32|F64", is: ErrArchitecture},
-		"other optimiser": {path: path, o: trainerOptions{optimizer: muon}, want: "optim.Muon"},
+		"other optimizer": {path: path, o: trainerOptions{optimizer: muon}, want: "optim.Muon"},
 		"model alone":     {path: modelOnly, want: "LoadModel"},
 		"not a checkpoint": {path: edited(func(_ map[string]safetensors.Tensor,
 			m map[string]string) {
@@ -344,7 +344,7 @@ func TestResumeErrors(t *testing.T) {
 		"other tokenizer": {func(_ map[string]safetensors.Tensor, m map[string]string) {
 			m[modelfile.TrainingKey] = strings.Replace(m[modelfile.TrainingKey], `"tokenizer":"`,
 				`"tokenizer":"\u001b[2J`, 1)
-		}, `those of "\x1b[2J`},
+		}, `tokenizer "\x1b[2J`},
 		"other data": {func(_ map[string]safetensors.Tensor, m map[string]string) {
 			m[modelfile.TrainingKey] = strings.Replace(m[modelfile.TrainingKey],
 				`"data":"words"`, `"data":"others"`, 1)
@@ -583,7 +583,7 @@ func TestNumbersThatAreNone(t *testing.T) {
 		}, `such as "model.layers.1.w"`, true, nil},
 		"many moments": {func(x map[string]safetensors.Tensor, _ map[string]string) {
 			x["optimizer.w.x"] = zeros("optimizer.w.x", 2<<20)
-		}, "bytes are the optimiser's", true, ErrArchitecture},
+		}, "the optimizer state takes", true, ErrArchitecture},
 		"a large lattice": {func(x map[string]safetensors.Tensor, _ map[string]string) {
 			x["lattice.0.x"] = zeros("lattice.0.x", 2<<20)
 		}, `layer "0" has`, true, ErrArchitecture},
@@ -1004,7 +1004,7 @@ func TestOptimizerApart(t *testing.T) {
 			_, err = LoadModel(t.Context(), path)
 			require.NoError(t, err)
 			err = newTrainer(t, o).Resume(t.Context(), path)
-			require.ErrorContains(t, err, "a checkpoint of several files is all of them")
+			require.ErrorContains(t, err, "a checkpoint of several files needs all of them")
 			require.NoError(t, os.Rename(parts[0]+".away", parts[0]))
 			require.NoError(t, resumed.SaveApart(path))
 			first := folder(t, dir)

@@ -203,7 +203,7 @@ func (c Config) Knows(ids iter.Seq[int]) error {
 	for id := range ids {
 		if id < 0 || id >= c.Vocab {
 			return fmt.Errorf("token %d is outside the model's vocabulary of Config.Vocab, %d: "+
-				"another tokenizer made it", id, c.Vocab)
+				"it comes from another tokenizer", id, c.Vocab)
 		}
 	}
 	return nil
@@ -212,8 +212,8 @@ func (c Config) Knows(ids iter.Seq[int]) error {
 // Check returns an error that names the first invalid field, its value, and the valid values.
 func (c Config) Check() error {
 	if c.HeadDim == 0 && c.Heads > 0 && c.Dim%c.Heads != 0 {
-		return fmt.Errorf("llm: Config.Dim is %d, want a multiple of Heads, %d, or a HeadDim of "+
-			"its own", c.Dim, c.Heads)
+		return fmt.Errorf("llm: Config.Dim is %d, want a multiple of Heads, %d, or an "+
+			"explicit HeadDim", c.Dim, c.Heads)
 	}
 
 	for _, check := range []func() error{c.checkFields, c.KasminaOptions.check, c.checkKasmina,
@@ -227,7 +227,7 @@ func (c Config) Check() error {
 	block := dim*(2*heads+3*float64(c.FF)+2) + float64(max(c.Slots, 0))*max(dim,
 		float64(c.SlotWidth))
 	if n := 2*float64(c.Vocab)*dim + float64(c.Layers)*block; n > maxParams {
-		return fmt.Errorf("llm: Config describes some %.2g parameters, want at most %.2g", n,
+		return fmt.Errorf("llm: Config describes about %.2g parameters, want at most %.2g", n,
 			float64(maxParams))
 	}
 
@@ -255,10 +255,10 @@ func (c Config) checkFields() error {
 		return fmt.Errorf("llm: Config.Heads is %d, want a multiple of KVHeads %d", c.Heads,
 			c.KVHeads)
 	case c.HeadDim%2 != 0:
-		return fmt.Errorf("llm: Config.HeadDim is %d, want an even number: rotary positions turn "+
+		return fmt.Errorf("llm: Config.HeadDim is %d, want an even number: rotary positions rotate "+
 			"features in pairs", c.HeadDim)
 	case !validBase(c.Base):
-		return fmt.Errorf("llm: Config.Base is %v, want a finite number of more than 1", c.Base)
+		return fmt.Errorf("llm: Config.Base is %v, want a finite number greater than 1", c.Base)
 	case !(c.Eps >= 0) || math.IsInf(c.Eps, 0):
 		return fmt.Errorf("llm: Config.Eps is %v, want a finite number of at least 0", c.Eps)
 	}

@@ -789,7 +789,7 @@ func TestTraitErrors(t *testing.T) {
 		},
 		"Blocks[1].Window is -3": func(c *Config) { c.Blocks = []Block{{}, {Window: -3}} },
 		"Blocks[0].Base is 1":    func(c *Config) { c.Blocks = []Block{{Base: 1}} },
-		"want a Base beside it": func(c *Config) {
+		"want a Base with it": func(c *Config) {
 			c.Blocks = []Block{{Scaling: op.RoPEScaling{Factor: 2}}}
 		},
 		"NoRoPE and a Base": func(c *Config) {

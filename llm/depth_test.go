@@ -349,7 +349,7 @@ func TestForgedBefore(t *testing.T) {
 			`"spent":{"time":9223372036854775807,"tokens":`),
 		"spent 9223372036854775807": inState(`"spent":{"tokens":`,
 			`"spent":{"tokens":9223372036854775807,"tokens_":`),
-		"losses are NaN": inState(`"losses":`, `"losses":null,"losses_":`),
+		"add up to NaN": inState(`"losses":`, `"losses":null,"losses_":`),
 	} {
 		t.Run(want, func(t *testing.T) {
 			tensors, metadata, err := safetensors.Load(path)

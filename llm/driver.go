@@ -253,30 +253,30 @@ func (d *driver) change(old, next modelState, scale *LossScale) error {
 		return d.loseEngine(err)
 	}
 
-	clock.End("leaving the engine")
+	clock.End("closing the engine")
 	put := func(m modelState, scale *LossScale) error {
 		own := d.t.Model.Params
 		become(d.t.Model, m.Config, m.Params)
 		if err := d.t.team.agree(d.setOptimizer(own, m)); err != nil {
 			return err
 		}
-		clock.End("the optimiser")
+		clock.End("the optimizer")
 		return d.replaceEngine(func() (Engine, error) { return make(m) }, scale)
 	}
 
 	if err = put(next, scale); err != nil {
 		if again := put(old, oldScale); again != nil {
-			err = d.loseEngine(fmt.Errorf("%w; and the one before: %w", err, again))
+			err = d.loseEngine(fmt.Errorf("%w; restoring the previous engine: %w", err, again))
 		}
 	}
 
 	clock.End("the next engine")
 	if left := end(); left != nil {
-		slog.Warn("llm: memory of the engine before could not be given back", "error", left)
+		slog.Warn("llm: memory of the previous engine could not be freed", "error", left)
 	}
 
-	clock.End("what is left")
-	slog.Debug("llm: the model has another engine", "in", clock)
+	clock.End("freeing memory")
+	slog.Debug("llm: replaced the engine", "in", clock)
 	return err
 }
 

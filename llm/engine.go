@@ -87,7 +87,7 @@ type cpuEngine struct {
 func newCPUEngine(m *Model, g *Graph, o optim.Optimizer, limit float64,
 	opts ...cpuops.Option) (Engine, error) {
 	if m == nil || g == nil || o == nil {
-		return nil, errors.New("llm: NewCPU: the model, the graph or the optimiser is nil")
+		return nil, errors.New("llm: CPUEngine: the model, the graph or the optimizer is nil")
 	}
 
 	machine, err := cpuops.NewMachine(g.G, append(slices.Clip(opts),
@@ -230,7 +230,7 @@ func (t *cpuEngine) Gradient(param string) (any, error) {
 		return g.Data(), nil
 	}
 
-	return nil, fmt.Errorf("no gradient of a parameter %s is gathered", param)
+	return nil, fmt.Errorf("no gradient of parameter %s has been gathered", param)
 }
 
 func (t *cpuEngine) Drop() error {
@@ -265,7 +265,7 @@ func (t *cpuEngine) Close() error {
 }
 
 // errZeroEngine is the error for an uninitialized engine.
-var errZeroEngine = errors.New("llm: the engine is its zero value, want one that NewCPU returns")
+var errZeroEngine = errors.New("llm: the engine is its zero value, want one that CPUEngine makes")
 
 // CPUEngine returns a function that creates a trainer's engine on the CPU. It is the default when
 // TrainConfig.Engine is nil. The options, such as cpuops.WithMonitor, apply to the machine that trains.

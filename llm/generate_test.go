@@ -457,8 +457,8 @@ func TestOtherTokenizer(t *testing.T) {
 
 	other := paddedTrainer(t, trainBPE(t, 2, 268), text, 320)
 	err := other.Resume(t.Context(), path, WithNewSettings(nil))
-	if !errors.Is(err, ErrSettings) || !strings.Contains(err.Error(), `those of "bpe-270-`) ||
-		!strings.Contains(err.Error(), `those of "bpe-268-`) {
+	if !errors.Is(err, ErrSettings) || !strings.Contains(err.Error(), `tokenizer "bpe-270-`) ||
+		!strings.Contains(err.Error(), `by "bpe-268-`) {
 		t.Errorf("got %v, want ErrSettings and both tokenizers", err)
 	}
 }

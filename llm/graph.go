@@ -180,7 +180,7 @@ func (b *graphBuilder) addParams() error {
 	}
 
 	if len(b.Config.Kasmina)+len(b.Config.Planted) > 0 && b.Kasmina == nil {
-		return errors.New("an outline has no seeds, and the configuration has some")
+		return errors.New("an outline has no seeds, but its configuration has some")
 	}
 
 	return nil

@@ -140,7 +140,7 @@ func (d *Decoding) reserve(tokens int) error {
 // Next returns the logits for the token that follows the given tokens.
 func (d *Decoding) Next(ctx context.Context, tokens []int) (any, error) {
 	if d.make == nil || ctx == nil {
-		return nil, errors.New("llm: the context is nil, or the decoder its zero value")
+		return nil, errors.New("llm: the context is nil, or the Decoding is its zero value")
 	}
 
 	last := len(tokens) - 1

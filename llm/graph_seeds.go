@@ -103,7 +103,7 @@ func (g *Graph) Outputs() gorgonia.Nodes {
 func (g *Graph) Figures(value func(*gorgonia.Node) (gorgonia.Value, error)) (all []SeedFigures,
 	err error) {
 	if g == nil || value == nil {
-		return nil, errors.New("llm: Figures: the graph, or what returns the values, is nil")
+		return nil, errors.New("llm: Figures: the graph or the function for values is nil")
 	}
 
 	read := func(n *gorgonia.Node) []float64 {
@@ -122,7 +122,7 @@ func (g *Graph) Figures(value func(*gorgonia.Node) (gorgonia.Value, error)) (all
 			}
 			return wide
 		}
-		err = errors.Join(err, fmt.Errorf("a figure is a %T", v.Data()))
+		err = errors.Join(err, fmt.Errorf("a measurement has type %T", v.Data()))
 		return make([]float64, graft.Figures)
 	}
 
@@ -229,7 +229,7 @@ func (b *graphBuilder) streams(i int, x *gorgonia.Node) (*gorgonia.Node, error) 
 		}
 		var err error
 		if x, err = b.stream(i, x, p, graft.Row{Of: b.out.seeds.controls, At: at}); err != nil {
-			return nil, fmt.Errorf("seed %d of the stream behind block %d: %w", p.Seed, i, err)
+			return nil, fmt.Errorf("seed %d of the stream after block %d: %w", p.Seed, i, err)
 		}
 	}
 	return x, nil

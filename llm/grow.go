@@ -96,8 +96,8 @@ func (t *Trainer) Grow(g Growth) error {
 
 	// Growth in depth and growth in a frozen model are not judged on a text.
 	if g.Validation == nil && t.growth.judged() && !t.Model.Config.Frozen && !growsDepthAlone(g.Controller) {
-		return errors.New("llm: Grow: Validation is nil, want the text that blueprints are " +
-			"judged by, such as data.NewEvaluation makes of held-out text")
+		return errors.New("llm: Grow: Validation is nil, want the text on which blueprints " +
+			"are judged, such as data.NewEvaluation makes from held-out text")
 	}
 
 	if c, ok := g.Controller.(state.CheckingController); ok && g.Replay == nil {

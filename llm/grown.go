@@ -30,8 +30,8 @@ func (c Config) checkGrown() error {
 		switch {
 		case len(g.Order) != blocks || before < 1 || before >= blocks ||
 			slices.Min(g.Order) < blueprints.NewBlock:
-			return fmt.Errorf("llm: Config.Grown: growth %d has an order of %d blocks from %d, "+
-				"want %d from fewer", i, len(g.Order), before, blocks)
+			return fmt.Errorf("llm: Config.Grown: growth %d orders %d blocks out of %d, "+
+				"want %d out of fewer", i, len(g.Order), before, blocks)
 		case g.Seed < 0 || g.Seed >= c.Seeded(g.Site()) || g.Size < 1 || g.Step < 0:
 			return fmt.Errorf("llm: Config.Grown: growth %d is of seed %d of site %v, size %d, at "+
 				"step %d, and there are %d such seeds", i, g.Seed, g.Site(), g.Size, g.Step,
@@ -41,8 +41,8 @@ func (c Config) checkGrown() error {
 	}
 
 	if at := slices.Index(c.Origin().Kasmina, blueprints.NewBlock); at >= 0 {
-		return fmt.Errorf("llm: Config.Kasmina names block %d, which Config.Grown has as a new "+
-			"one, behind which no Kasmina layer stands", c.Kasmina[at])
+		return fmt.Errorf("llm: Config.Kasmina names block %d, which Config.Grown lists as a new "+
+			"block: new blocks have no Kasmina layer", c.Kasmina[at])
 	}
 
 	return nil

@@ -133,11 +133,11 @@ func (g *growth) loadSnapshots(r *CheckpointReader) (all snapshots, err error) {
 // configuration in the checkpoint.
 func (g *growth) checkSnapshot(s snapshotState, now Config) error {
 	if err := s.Config.Check(); err != nil {
-		return fmt.Errorf("what the model was before it grew: %w", err)
+		return fmt.Errorf("the snapshot from before the model grew: %w", err)
 	}
 
 	if have, want := s.Config.Origin(), g.t.Model.Config.Origin(); !have.SameBlocks(want) {
-		return fmt.Errorf("%w: what the model was before it grew is another one",
+		return fmt.Errorf("%w: a snapshot belongs to another model",
 			ErrArchitecture)
 	}
 
@@ -150,16 +150,16 @@ func (g *growth) checkSnapshot(s snapshotState, now Config) error {
 	}
 	grown := len(s.Config.Grown)
 	if len(now.Grown) < grown || !slices.EqualFunc(now.Grown[:grown], s.Config.Grown, sameGrowth) {
-		return fmt.Errorf("%w: what the model was before seed %d grew has grown by %d seeds, "+
-			"which are not the first of those by which the model has grown", ErrArchitecture,
+		return fmt.Errorf("%w: the snapshot from before seed %d grew contains %d growths, "+
+			"which are not the first growths of the model", ErrArchitecture,
 			s.Seeds[0].Seed, grown)
 	}
 
 	for _, at := range s.Seeds {
 		l := g.t.Model.Kasmina.Lattice(at.Layer)
 		if l == nil || l.Site() == blueprints.Chunk || at.Seed < 0 || at.Seed >= l.Seeds() {
-			return fmt.Errorf("%w: it holds the model as it was before seed %d grew, and layer "+
-				"%d has no such seed that grows", ErrArchitecture, at.Seed, at.Layer)
+			return fmt.Errorf("%w: a snapshot is from before seed %d grew, and layer %d has no "+
+				"such seed that can grow", ErrArchitecture, at.Seed, at.Layer)
 		}
 	}
 
@@ -210,7 +210,7 @@ func (g *growth) loadTwin(r *CheckpointReader) (*twin, error) {
 	}
 
 	if w.rates, _ = rates.([]float64); w.rates == nil || len(w.rates) > r.run.Step {
-		return nil, fmt.Errorf("the model's twin has steps of shape %v to make, and the run has made %d",
+		return nil, fmt.Errorf("the model's twin owes steps of shape %v, but the run has made only %d",
 			shape, r.run.Step)
 	}
 

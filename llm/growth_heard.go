@@ -37,7 +37,7 @@ func listenTo(c Config, e Engine, loader Loader) (m heardModel, err error) {
 	defer func() { err = errors.Join(err, loader.SetState(from), e.Close()) }()
 	l, ok := e.(Listener)
 	if !ok {
-		return m, fmt.Errorf("the engine %s tells no gradients", e.Name())
+		return m, fmt.Errorf("the engine %s does not report gradients", e.Name())
 	}
 
 	names := listenedWeights(c)

@@ -45,7 +45,7 @@ func TestNil(t *testing.T) {
 		"NewTrainer loader": func() error {
 			return second(NewTrainer(tr.Model, nil, tr.Optimizer, tr.Config))
 		},
-		"NewTrainer optimiser": func() error {
+		"NewTrainer optimizer": func() error {
 			return second(NewTrainer(tr.Model, tr.Loader, nil, tr.Config))
 		},
 		"NewModel option": func() error {
@@ -361,11 +361,11 @@ func TestZeroValues(t *testing.T) {
 	for name, err := range map[string]error{
 		"NewGenerator makes one": second(collect(new(Generator).Generate(t.Context(), []int{1}, 1,
 			nil))),
-		"needs a Graph and a Machine":  second(Runner{}.Run(data.Batch{})),
-		"Runner needs a Graph":         second(Runner{}.Next(t.Context(), []int{1})),
-		"an Inference needs a Model":   second(new(Inference).Loss(data.Batch{})),
-		"which NewModel and LoadModel": second((&Inference{Model: &m}).Decoder()),
-		"NewModel and LoadModel make":  second(NewGenerator(&m)),
+		"needs a Graph and a Machine": second(Runner{}.Run(data.Batch{})),
+		"Runner needs a Graph":        second(Runner{}.Next(t.Context(), []int{1})),
+		"an Inference needs a Model":  second(new(Inference).Loss(data.Batch{})),
+		"from NewModel or LoadModel":  second((&Inference{Model: &m}).Decoder()),
+		"needs a Model from NewModel": second(NewGenerator(&m)),
 	} {
 		require.ErrorContains(t, err, name)
 	}
@@ -418,17 +418,17 @@ func TestZeroValues(t *testing.T) {
 	_, _, shape := c.StreamShape(blueprints.Attention, 1)
 	cpu := new(cpuEngine)
 	for want, err := range map[string]error{
-		"no heads":            shape,
-		"one of Model.Graph":  new(Graph).Let(data.Batch{}),
-		"of Model.Graph":      Runner{}.Let(data.Batch{}),
-		"for logits":          new(Graph).LetTokens([]int{1}),
-		"the graph is nil":    second(runnerOnCPU(nil)),
-		"its zero value":      second(new(Decoding).Next(t.Context(), nil)),
-		"the writer is nil":   Decision{}.Write(nil),
-		"WriteTrace":          new(Profile).WriteTrace(nil),
-		"the optimiser is":    second(newCPUEngine(nil, nil, nil, 0)),
-		"that NewCPU returns": errors.Join(second(cpu.OpTimes()), second(cpu.Update())),
-		"NewCPU":              cpu.Forget("x", 0, 1),
+		"no heads":             shape,
+		"one from Model.Graph": new(Graph).Let(data.Batch{}),
+		"from Model.Graph":     Runner{}.Let(data.Batch{}),
+		"for logits":           new(Graph).LetTokens([]int{1}),
+		"the graph is nil":     second(runnerOnCPU(nil)),
+		"its zero value":       second(new(Decoding).Next(t.Context(), nil)),
+		"the writer is nil":    Decision{}.Write(nil),
+		"WriteTrace":           new(Profile).WriteTrace(nil),
+		"the optimizer is":     second(newCPUEngine(nil, nil, nil, 0)),
+		"that CPUEngine makes": errors.Join(second(cpu.OpTimes()), second(cpu.Update())),
+		"CPUEngine":            cpu.Forget("x", 0, 1),
 	} {
 		require.ErrorContains(t, err, want)
 	}

@@ -32,7 +32,7 @@ func InferenceOf(c Config, make func(*Graph) (Machine, error),
 	return &Inference{Make: make, outline: &m, owner: owner}
 }
 
-var errNoModel = errors.New("llm: an Inference needs a Model, which NewModel and LoadModel make")
+var errNoModel = errors.New("llm: an Inference needs a Model from NewModel or LoadModel")
 
 // parts returns the parts to build graphs from. It closes graphs that were built for earlier blocks of
 // the model.

@@ -77,8 +77,8 @@ func (s *stepBatches) next() (data.Batch, error) {
 
 	if s.targets > 0 {
 		if b.Count < 1 {
-			return b, fmt.Errorf("a batch has no targets: the loader must leave out sequences of which " +
-				"nothing is learned")
+			return b, fmt.Errorf("a batch has no targets: the loader must leave out sequences " +
+				"without targets")
 		}
 		b.Share = float64(b.Count) / float64(s.targets)
 	}

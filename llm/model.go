@@ -61,7 +61,7 @@ func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (
 func NewModelFrom(c Config, dt tensor.Dtype, fill func(Param) error,
 	lattice ...state.Option) (*Model, error) {
 	if fill == nil {
-		return nil, errors.New("llm: NewModelFrom: fill is nil, want what writes parameters")
+		return nil, errors.New("llm: NewModelFrom: fill is nil, want a function that writes parameters")
 	}
 
 	m, err := buildModel(c, dt, func(_ int, p ParamSpec) func() float64 {

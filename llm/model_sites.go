@@ -18,7 +18,7 @@ func (s slotStore) Fits(g state.Germination, size int) error {
 
 	sites, at := s.Model.Config.Sites(), g.Layer-len(s.Model.Config.Kasmina)
 	if at < 0 || at >= len(sites) {
-		return fmt.Errorf("llm: %w: no seeds at weights, in the stream or at depths are layer %d",
+		return fmt.Errorf("llm: %w: layer %d has no seeds at weights, in the stream or in depth",
 			state.ErrArgument, g.Layer)
 	}
 

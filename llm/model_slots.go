@@ -50,7 +50,7 @@ func (m *Model) newLattice(opts ...state.Option) (*state.Lattice, error) {
 	}
 
 	if err == nil && l.Width() != width {
-		err = fmt.Errorf("the options give its slots %d weights, want %d as Config.SlotWidth says",
+		err = fmt.Errorf("the options give its slots %d weights, want %d, as set by Config.SlotWidth",
 			l.Width(), width)
 	}
 
@@ -208,7 +208,7 @@ func (s slotStore) ForgetFrozen(e paramMirror, learning [][]bool) ([][]bool, err
 	}
 
 	if e == nil {
-		return nil, errors.New("llm: ForgetFrozen: there is nobody who has the parameters")
+		return nil, errors.New("llm: ForgetFrozen: the parameters are only on the host")
 	}
 
 	known, before := learning != nil, learning

@@ -41,7 +41,7 @@ func (c Config) Lattices() (all []Lattice) {
 	if len(c.Streams) > 0 {
 		l := Lattice{Name: "stream", Site: blueprints.Stream}
 		for _, block := range c.Streams {
-			l.Places = append(l.Places, "behind "+blockName(block))
+			l.Places = append(l.Places, "after "+blockName(block))
 		}
 		all = append(all, l)
 	}

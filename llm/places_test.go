@@ -16,7 +16,7 @@ func TestLattices(t *testing.T) {
 		{Name: "weights", Site: blueprints.Weight, Group: 2,
 			Places: []string{"block 0, q", "block 0, down", "block 1, q", "block 1, down",
 				"block 2, q", "block 2, down", "head"}},
-		{Name: "stream", Site: blueprints.Stream, Places: []string{"behind block 1"}},
+		{Name: "stream", Site: blueprints.Stream, Places: []string{"after block 1"}},
 		{Name: "depth", Site: blueprints.Depth}}, c.Lattices())
 	require.Empty(t, Config{Layers: 3}.Lattices())
 }

@@ -26,7 +26,7 @@ func (m *Model) Plain() (*Model, error) {
 					seed.Seed, m.Config.Kasmina[layer], seed.Stage, seed.Alpha)
 			case !planted || seed.Alpha == 0:
 			case seed.Stage != state.Fossilized || !blueprints.Mergeable(seed.Kind):
-				return nil, fmt.Errorf("seed %d of site %v is %v with α %.3g, and its %v is no "+
+				return nil, fmt.Errorf("seed %d of site %v is %v with α %.3g, and its %v is not "+
 					"part of the model: fossilize it, if it can be merged, or roll it back",
 					seed.Seed, r.Site, seed.Stage, seed.Alpha, seed.Kind)
 			default:

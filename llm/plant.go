@@ -110,7 +110,7 @@ func (g *growth) replant() error {
 func (g *growth) obeySeeds(p planting) error {
 	began, clock := time.Now(), phases.Start()
 	now, err := g.needed(p)
-	clock.End("what is needed on the host")
+	clock.End("copying to the host")
 	if err != nil && (!errors.Is(err, ErrDiverged) || len(p.gone) == 0) {
 		return err
 	}
@@ -149,8 +149,8 @@ func (g *growth) obeySeeds(p planting) error {
 		g.snapshots = g.snapshots.with(next, g.t.driver.lossScale(), p.grafts...)
 	}
 
-	clock.End("what is kept")
-	slog.Debug("llm: seeds have got their way", "in", clock)
+	clock.End("snapshots")
+	slog.Debug("llm: planted, merged or removed blueprints", "in", clock)
 	if what := describePlanting(p.plant, p.gone, p.merge, g.siteOf); what != "" {
 		g.tellReshaped(what, time.Since(began), nil)
 	}
@@ -240,7 +240,7 @@ func (g *growth) attach() error {
 		return err
 	}
 
-	what := fmt.Sprintf("%d seeds of chunks work with kinds that are graphs", len(all))
+	what := fmt.Sprintf("%d chunk seeds use kinds computed as graphs", len(all))
 	if _, err := g.t.Config.Graph(g.t.Model); err != nil {
 		g.tellReshaped(what, time.Since(began), err)
 		return g.detach(all)

@@ -37,7 +37,7 @@ func describePlanting(planted []Planted, gone, merged []state.Address,
 		}
 	}
 
-	list("taken out", gone)
+	list("removed", gone)
 	list("merged into the model", merged)
 	return strings.Join(all, "; ")
 }

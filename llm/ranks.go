@@ -285,7 +285,7 @@ func (r *team) compare() error {
 
 	for r, other := range all {
 		if diff := all[0].Differences(other); len(diff) > 0 {
-			return fmt.Errorf("rank %d does not train as rank 0 (here) does: %s: start all with "+
+			return fmt.Errorf("rank %d trains differently from rank 0 (here): %s: start all with "+
 				"the same data, options and checkpoint", r, strings.Join(diff, "; "))
 		}
 	}

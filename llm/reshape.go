@@ -160,8 +160,8 @@ func (g *growth) takeBack(s state.SeedReport) error {
 	at := state.Address{Layer: m.LayerAt(blueprints.Depth), Seed: s.Seed}
 	i := g.snapshots.find(at)
 	if i < 0 {
-		return fmt.Errorf("seed %d in depth is %v, and what the model was before it grew is not "+
-			"known: resume from a checkpoint of the run, which has it, or from one before", s.Seed,
+		return fmt.Errorf("seed %d in depth is %v, and the trainer has no snapshot from before "+
+			"it grew: resume from a checkpoint of the run, which contains it, or from an earlier one", s.Seed,
 			s.Stage)
 	}
 
@@ -225,8 +225,8 @@ func (g *growth) rollBack(seeds []state.Address) error {
 // canReshape returns an error if the model cannot change to another configuration.
 func (g *growth) canReshape(next Config) error {
 	if trainersOf(g.t.Model) > 1 {
-		return errors.New("another trainer of the model is open, whose graphs are of the blocks " +
-			"that there are: close it")
+		return errors.New("another trainer of the model is open, and its graphs depend on the " +
+			"current blocks: close it")
 	}
 
 	if err := next.Check(); err != nil {

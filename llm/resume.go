@@ -172,8 +172,8 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 
 	if run.Step < 0 || run.Step > t.Config.Steps {
 		return nil, c, nil,
-			f.Errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d; a plan of "+
-				"more steps goes on from there", run.Step, t.Config.Steps)
+			f.Errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d; plan "+
+				"more steps to continue from there", run.Step, t.Config.Steps)
 	}
 
 	const most = 1 << 62 // far beyond any run, and safe from overflow
@@ -181,8 +181,8 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 		run.Spent.Tokens > most || !(run.Spent.FLOPs >= 0) || !(run.Share >= 0 && run.Share <= 1) ||
 		run.Summed < 0 || run.Summed > run.Step || run.Losses-run.Losses != 0 {
 		return nil, c, nil,
-			f.Errorf("the run has spent %+v, a share of %v, and its epoch has %d steps whose "+
-				"losses are %v together", run.Spent, run.Share, run.Summed, run.Losses)
+			f.Errorf("the run has spent %+v, a share of %v, and the losses of its epoch's %d steps "+
+				"add up to %v", run.Spent, run.Share, run.Summed, run.Losses)
 	}
 
 	if t.Config.Budget != (Budget{}) && t.Config.Budget.String() != run.Settings.Budget {
@@ -218,20 +218,20 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 func (t *Trainer) knowsText(run *training) error {
 	if here, there := t.Loader.Tokenizer(), run.Settings.Tokenizer; there != "" &&
 		there != here {
-		return fmt.Errorf("%w: its model's tokens are those of %q, the trainer's data is in "+
-			"those of %q: encode the text with the tokenizer of that run", ErrSettings, there, here)
+		return fmt.Errorf("%w: the run used tokenizer %q, and the trainer's data is encoded "+
+			"by %q: encode the text with the tokenizer of the run", ErrSettings, there, here)
 	}
 
 	switch here := t.Loader.State().Data; {
 	case run.Loader.Data == here:
 		return nil
 	case len(run.Loader.Data) == oldFingerprint && run.Settings.Growth == nil:
-		return fmt.Errorf("%w: this older checkpoint tells its text by the names and sizes of "+
-			"files (fingerprint %q), not by what it says: if yours is the same, go on with it, "+
-			"from its start, by the option WithNewData", data.ErrChanged, run.Loader.Data)
+		return fmt.Errorf("%w: this older checkpoint identifies its text by the names and sizes of "+
+			"files (fingerprint %q), not by its contents: if yours is the same, continue with it, "+
+			"from its start, with the option WithNewData", data.ErrChanged, run.Loader.Data)
 	default:
-		return fmt.Errorf("%w: the run learnt from other text than the trainer's loader has "+
-			"(fingerprint %.12q, not %.12q): give it the same text, or go on with this one by "+
+		return fmt.Errorf("%w: the run was trained on other text than the trainer's loader has "+
+			"(fingerprint %.12q, not %.12q): use the same text, or continue with this one with "+
 			"the option WithNewData", data.ErrChanged, run.Loader.Data, here)
 	}
 }
@@ -303,7 +303,7 @@ func (t *Trainer) setStates(run *training, growing growthState, read modelState)
 	}
 
 	for _, b := range growing.snapshots {
-		if err := try("what the model was before it grew", b.branch); err != nil {
+		if err := try("the model from before it grew", b.branch); err != nil {
 			return err
 		}
 	}

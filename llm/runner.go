@@ -145,8 +145,8 @@ func runnerOnCPU(g *Graph, outputs ...*gorgonia.Node) (Runner, error) {
 }
 
 // errNoGraph is the error for a graph that is uninitialized or of the wrong kind.
-var errNoGraph = errors.New("llm: the graph is nil, its zero value or for something else, want one " +
-	"of Model.Graph, for a loss or for logits")
+var errNoGraph = errors.New("llm: the graph is nil, uninitialized or of the wrong kind, want one " +
+	"from Model.Graph, for a loss or for logits")
 
 // Let feeds a batch to a graph with a loss, and sets its seeds to the current state of their lattices.
 func (g *Graph) Let(b data.Batch) error {

@@ -166,8 +166,8 @@ func (c Config) StreamShape(kind blueprints.Kind, size int) (s block.Shape, atte
 	s = c.BlockShape()
 	if kind == blueprints.Perceptron {
 		if size < 1 || size > c.FF {
-			err = fmt.Errorf("a Perceptron of %d hidden features, want 1 to those of the model's "+
-				"blocks, %d: it becomes one of them", size, c.FF)
+			err = fmt.Errorf("a Perceptron of %d hidden features, want at least 1 and at most those of "+
+				"a block, %d, since it becomes a block", size, c.FF)
 		}
 		s.FF = size
 		return s, false, err
@@ -179,8 +179,8 @@ func (c Config) StreamShape(kind blueprints.Kind, size int) (s block.Shape, atte
 
 	group := c.Heads / c.KVHeads
 	if size < 1 || size > c.Heads || size > group && size%group != 0 {
-		return s, true, fmt.Errorf("an Attention of %d heads, want 1 to %d, or a multiple of it "+
-			"up to %d, as the model's blocks have key-value heads: it becomes one of them", size,
+		return s, true, fmt.Errorf("an Attention of %d heads, want 1 to %d, or a multiple of that "+
+			"up to %d, to match the key-value heads of the model's blocks, since it becomes a block", size,
 			group, c.Heads)
 	}
 
@@ -198,7 +198,7 @@ func (c Config) StreamShape(kind blueprints.Kind, size int) (s block.Shape, atte
 func (c Config) SeedParams(p Planted) (all []ParamSpec, err error) {
 	kind, ok := blueprints.ByName(p.Kind)
 	if !ok {
-		return nil, fmt.Errorf("%w %.40q: register it before", blueprints.ErrUnknownKind, p.Kind)
+		return nil, fmt.Errorf("%w %.40q: register it first", blueprints.ErrUnknownKind, p.Kind)
 	}
 
 	if b, err := blueprints.Lookup(kind); err != nil || b.Site != p.Site {
@@ -214,8 +214,8 @@ func (c Config) SeedParams(p Planted) (all []ParamSpec, err error) {
 	switch kind {
 	case blueprints.LoRA:
 		if p.Size < 1 || p.Size > min(h.In, h.Out) {
-			return nil, fmt.Errorf("a LoRA of rank %d on a layer of %d to %d features, want 1 to "+
-				"the lesser", p.Size, h.In, h.Out)
+			return nil, fmt.Errorf("a LoRA of rank %d on a layer from %d to %d features, want 1 to "+
+				"the smaller number", p.Size, h.In, h.Out)
 		}
 		// Hidden features of a normal x are normal; the product is 0 at first.
 		return []ParamSpec{
@@ -286,8 +286,8 @@ func (c Config) checkSites() error {
 
 	if c.Frozen && (len(c.Weights)+len(c.Streams) == 0 || len(c.Kasmina) > 0 || c.Depth > 0) {
 		return fmt.Errorf("llm: Config.Frozen is set, with %d seeds at Weights, %d in Streams, %d "+
-			"Kasmina layers and %d seeds in Depth: want some of the first two, and none of the "+
-			"others", len(c.Weights), len(c.Streams), len(c.Kasmina), c.Depth)
+			"Kasmina layers and %d seeds in Depth: want seeds at Weights or in Streams "+
+			"alone", len(c.Weights), len(c.Streams), len(c.Kasmina), c.Depth)
 	}
 
 	if c.Directed && !c.Frozen {

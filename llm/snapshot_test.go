@@ -654,5 +654,5 @@ func TestRefusedPlantingBesideAnEnd(t *testing.T) {
 	stage, err := tr.Model.Kasmina.Lattice(0).Stage(1)
 	require.NoError(t, err)
 	require.Equal(t, state.Cancelled, stage)
-	require.Len(t, texts, 3, "planted, refused, taken out: %v", texts)
+	require.Len(t, texts, 3, "planted, refused, removed: %v", texts)
 }

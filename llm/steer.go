@@ -30,14 +30,14 @@ type pendingRequest struct {
 }
 
 var (
-	errNoRun    = fmt.Errorf("llm: %w: no run goes on", state.ErrClosed)
+	errNoRun    = fmt.Errorf("llm: %w: no run is in progress", state.ErrClosed)
 	errLastStep = fmt.Errorf("llm: %w: the run has made its last step, after which nothing changes",
 		state.ErrClosed)
 	errRunEnded = fmt.Errorf("llm: %w: the run has ended before the request could be granted",
 		state.ErrClosed)
-	errReplay = errors.New("llm: the run follows a record (Growth.Replay), and takes commands from " +
-		"nobody else")
-	errNoSaver = errors.New("llm: the run has no Checkpoint callback, which would save")
+	errReplay = errors.New("llm: the run follows a record (Growth.Replay), and takes no other " +
+		"commands")
+	errNoSaver = errors.New("llm: the run has no Checkpoint callback to save it")
 )
 
 // Ask hands the run a request of a person or of another program. It may be called from any
@@ -305,7 +305,7 @@ func (s *steering) obey(commands []state.Command) error {
 
 // errUnplanted is the error for a step of a frozen model without anything to train.
 var errUnplanted = errors.New("the model is frozen (Config.Frozen), and nothing is planted that " +
-	"could learn: Trainer.Grow with a controller such as control.NewAdapters plants, and so does " +
+	"could learn: plant with Trainer.Grow and a controller such as control.NewAdapters, or with " +
 	"Model.Kasmina.Do")
 
 // plantFirst lets the controller of a frozen model decide before the first step that could train a
@@ -353,7 +353,7 @@ func (g *growth) listen() error {
 func (g *growth) hear() (m heardModel, err error) {
 	if g.t.team.ranks() != nil {
 		return m, errors.New("several ranks cannot listen to a frozen model: train it with one, or " +
-			"plant by Model.Kasmina.Do, without Config.Directed")
+			"plant with Model.Kasmina.Do, without Config.Directed")
 	}
 
 	c, build := g.t.Config, g.t.Config.Engine

@@ -79,8 +79,8 @@ func (c *TrainConfig) check() error {
 
 	switch {
 	case c.Annealing != nil && c.Budget == (Budget{}):
-		return errors.New("llm: TrainConfig.Annealing is set and Budget is not, whose share it " +
-			"follows")
+		return errors.New("llm: TrainConfig.Annealing is set, but not Budget, which it " +
+			"depends on")
 	case c.Steps < 1:
 		return fmt.Errorf("llm: TrainConfig.Steps is %d, want at least 1", c.Steps)
 	case c.Batch < 1:
@@ -97,7 +97,7 @@ func (c *TrainConfig) check() error {
 
 	if notes, err := json.Marshal(c.Notes); err != nil || len(notes) > modelfile.MaxNotes {
 		return fmt.Errorf("llm: TrainConfig.Notes takes %d bytes as JSON, want at most %d: keep "+
-			"long texts in files of their own", len(notes), modelfile.MaxNotes)
+			"long texts in separate files", len(notes), modelfile.MaxNotes)
 	}
 
 	return nil
@@ -172,7 +172,7 @@ func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer,
 		return nil, errors.New("llm: NewTrainer: the loader is nil or its zero value: data.NewLoader " +
 			"makes one")
 	case o == nil:
-		return nil, errors.New("llm: NewTrainer: the optimiser is nil, want one such as " +
+		return nil, errors.New("llm: NewTrainer: the optimizer is nil, want one such as " +
 			"optim.NewAdamW returns")
 	}
 
@@ -193,8 +193,8 @@ func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer,
 
 	if m.Config.Documents && !l.KnowsDocuments() {
 		return nil, errors.New("llm: Config.Documents: the loader's tokens do not say where " +
-			"documents end; want those that Tokenize makes with a tokenizer.Bytes, or " +
-			"CacheTokens with a BPE or another tokenizer that has a method EndOfDocument() int")
+			"documents end; want tokens from Tokenize with a tokenizer.Bytes, or " +
+			"from CacheTokens with a BPE or another tokenizer that has a method EndOfDocument() int")
 	}
 
 	_, c.masked = l.(MaskedLoader)
@@ -345,8 +345,8 @@ func (t *Trainer) takeOver() error {
 
 	hold(t.Model, nil)
 	if err := t.driver.engine.Push(); err != nil {
-		return fmt.Errorf("the engine %s has not taken what another trainer has made of the "+
-			"model: %w", t.driver.engine.Name(), err)
+		return fmt.Errorf("the engine %s could not take over the model from another "+
+			"trainer: %w", t.driver.engine.Name(), err)
 	}
 
 	hold(t.Model, holder{t})
@@ -559,7 +559,7 @@ func (t *Trainer) stopped() error {
 var errTakenBack = errors.New("the model's growth has been taken back")
 
 // errBetweenBatches is the result of a step that was canceled before all of its batches were computed.
-var errBetweenBatches = errors.New("the context has ended between two batches")
+var errBetweenBatches = errors.New("the context was canceled between two batches")
 
 // step computes the gradients of one optimizer step and applies them.
 //

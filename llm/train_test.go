@@ -270,12 +270,12 @@ func checkSame(t *testing.T, a, b *Trainer) {
 
 	x, y := a.Optimizer.State(), b.Optimizer.State()
 	if len(x) != len(y) || len(x) == 0 {
-		t.Fatalf("the optimiser remembers %d tensors, and %d", len(x), len(y))
+		t.Fatalf("the optimizer state has %d tensors, and %d", len(x), len(y))
 	}
 
 	for i := range x {
 		if x[i].Name != y[i].Name || !sameBits(x[i].Data, y[i].Data) {
-			t.Errorf("optimiser's %s and %s differ", x[i].Name, y[i].Name)
+			t.Errorf("optimizer's %s and %s differ", x[i].Name, y[i].Name)
 		}
 	}
 

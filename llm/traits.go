@@ -134,10 +134,10 @@ func (c Config) checkTraits() error {
 				"positions",
 				i, b.Window, maxField)
 		case b.Base != 0 && !validBase(b.Base):
-			return fmt.Errorf("llm: Config.Blocks[%d].Base is %v, want a finite number of more "+
-				"than 1, or 0 for that of Config.Base", i, b.Base)
+			return fmt.Errorf("llm: Config.Blocks[%d].Base is %v, want a finite number greater "+
+				"than 1, or 0 for Config.Base", i, b.Base)
 		case b.Scaling != op.RoPEScaling{} && b.Base == 0:
-			return fmt.Errorf("llm: Config.Blocks[%d].Scaling is set, want a Base beside it", i)
+			return fmt.Errorf("llm: Config.Blocks[%d].Scaling is set, want a Base with it", i)
 		case b.NoRoPE && b.Base != 0:
 			return fmt.Errorf("llm: Config.Blocks[%d] has NoRoPE and a Base, want one of them", i)
 		}
@@ -173,8 +173,8 @@ func (c Config) checkTogether() error {
 		return fmt.Errorf("llm: Config.Positions is %d, want 1 to %d, or 0 for none", c.Positions,
 			maxField)
 	case c.Positions > 0 && c.Seq > c.Positions:
-		return fmt.Errorf("llm: Config.Seq is %d, want at most Positions, %d: the model has learned "+
-			"no others", c.Seq, c.Positions)
+		return fmt.Errorf("llm: Config.Seq is %d, want at most Positions, %d: the model has no "+
+			"other position vectors", c.Seq, c.Positions)
 	}
 
 	return nil

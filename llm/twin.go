@@ -172,7 +172,7 @@ func (g *growth) suspend() (restore func() error, err error) {
 			if errors.Is(err, errNotTaken) {
 				failed = pushFailed
 			}
-			g.t.on(failed, fmt.Errorf("the model could not be put back after its twin's steps: %w", err))
+			g.t.on(failed, fmt.Errorf("the model could not be restored after its twin's steps: %w", err))
 		}
 		return err
 	}, nil
@@ -273,8 +273,8 @@ func (g *growth) adopt() error {
 	}
 
 	g.twin = nil
-	g.reshaped = append(g.reshaped, Event{Text: fmt.Sprintf("the model goes on as if it had not "+
-		"met the blueprints that were on trial, in %.2f s", time.Since(began).Seconds())})
+	g.reshaped = append(g.reshaped, Event{Text: fmt.Sprintf("the twin replaced the model, as if the "+
+		"blueprints on trial had never been grafted, in %.2f s", time.Since(began).Seconds())})
 	return nil
 }
 

@@ -464,21 +464,21 @@ func TestResumesOnAnyNumber(t *testing.T) {
 func TestOtherRanksAreNamed(t *testing.T) {
 	base := setup{config: small(), steps: 3, accumulate: 2}
 	for want, change := range map[string]func(*setup){
-		"the text is another":                    func(s *setup) { s.text = 1 },
-		"Batch is 2 here and 3 there":            func(s *setup) { s.batch = 3 },
-		"Accumulate is 2 here and 3 there":       func(s *setup) { s.accumulate = 3 },
-		"TrainConfig.Steps is another":           func(s *setup) { s.steps = 4 },
-		`Optimizer is "*optim.AdamW" here`:       func(s *setup) { s.optimizer = muon },
-		"Seeds is 4 here and 2 there":            func(s *setup) { s.config.Seeds = 2 },
-		"the number of steps made is another":    func(s *setup) { s.resume = "set below" },
-		`the run grew by a "*control.Heuristic"`: func(s *setup) { s.grow = true },
-		"the state of the lattices is another": func(s *setup) {
+		"the text is different":                    func(s *setup) { s.text = 1 },
+		"Batch is 2 here and 3 there":              func(s *setup) { s.batch = 3 },
+		"Accumulate is 2 here and 3 there":         func(s *setup) { s.accumulate = 3 },
+		"TrainConfig.Steps is different":           func(s *setup) { s.steps = 4 },
+		`Optimizer is "*optim.AdamW" here`:         func(s *setup) { s.optimizer = muon },
+		"Seeds is 4 here and 2 there":              func(s *setup) { s.config.Seeds = 2 },
+		"the number of steps made is different":    func(s *setup) { s.resume = "set below" },
+		`the run grew with a "*control.Heuristic"`: func(s *setup) { s.grow = true },
+		"the state of the lattices is different": func(s *setup) {
 			s.more = func(tr *llm.Trainer) {
 				_ = tr.Model.Germinate(0, 2, state.GerminationRequest{Slot: 1,
 					Kind: blueprints.ChunkMLP})
 			}
 		},
-		"the values of the parameters is another": func(s *setup) {
+		"the value of a parameter is different": func(s *setup) {
 			s.more = func(tr *llm.Trainer) { tr.Model.Params[3].Value.Float32s()[5] += 1e-3 }
 		},
 	} {
@@ -500,7 +500,7 @@ func TestOtherRanksAreNamed(t *testing.T) {
 				return s.train(t.Context(), rank, 3, team.Engine)
 			})
 			for _, err := range errs {
-				require.ErrorContains(t, err, "rank 2 does not train as rank 0")
+				require.ErrorContains(t, err, "rank 2 trains differently from rank 0")
 				require.ErrorContains(t, err, want)
 			}
 		})

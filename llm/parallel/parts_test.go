@@ -124,22 +124,22 @@ func TestDamagedParts(t *testing.T) {
 	flipped := bytes.Clone(sound)
 	flipped[len(flipped)-3] ^= 4
 	for want, content := range map[string][]byte{
-		"is all of them":     nil,
-		"does not belong":    stranger,
-		"says that it is":    first,
-		"checksum":           flipped,
-		"the file is cut":    sound[:len(sound)-9],
-		"no stretch of":      s.edited(t, second, "optimizer.", "optimiser."),
-		"of the set":         nil,
-		"elements, and come": s.edited(t, second, "@", "@9"),
-		" elements of ":      s.edited(t, second, "", ""),
+		"needs all of them": nil,
+		"does not belong":   stranger,
+		"its metadata is":   first,
+		"checksum":          flipped,
+		"the file is cut":   sound[:len(sound)-9],
+		"not a stretch of":  s.edited(t, second, "optimizer.", "optimiser."),
+		"and the ID":        nil,
+		"elements, where":   s.edited(t, second, "@", "@9"),
+		" elements of ":     s.edited(t, second, "", ""),
 	} {
 		require.NoError(t, os.WriteFile(second, content, 0o666))
 		from := s.save
 		switch want {
-		case "is all of them":
+		case "needs all of them":
 			require.NoError(t, os.Remove(second))
-		case "of the set":
+		case "and the ID":
 			from = s.strangeMain(t)
 		}
 		own := s

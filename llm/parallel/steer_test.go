@@ -116,7 +116,7 @@ func steerAsPerson(ctx context.Context, c *api.Client, path string) error {
 		if err == nil {
 			break
 		}
-		if !strings.Contains(err.Error(), "no run goes on") {
+		if !strings.Contains(err.Error(), "no run is in progress") {
 			return err
 		}
 		time.Sleep(time.Millisecond)

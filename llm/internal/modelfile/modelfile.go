@@ -162,12 +162,12 @@ func (f *File) fitsRest(s Shape, params int, bytes int64) error {
 	}
 
 	if params < 0 {
-		return f.Errorf("%w: it has %d tensors that are none of the model's, such as %.100q",
+		return f.Errorf("%w: it has %d tensors that do not belong to the model, such as %.100q",
 			ErrArchitecture, -params, f.stranger(s))
 	}
 
 	if limit := maxMoments*bytes + maxMomentsMore; moments > limit {
-		return f.Errorf("%w: %d bytes are the optimiser's, which is too much for %d bytes of "+
+		return f.Errorf("%w: the optimizer state takes %d bytes, too many for %d bytes of "+
 			"parameters: want at most %d", ErrArchitecture, moments, bytes, limit)
 	}
 
@@ -211,7 +211,7 @@ func (f *File) Parameter(ctx context.Context, name string, data any) error {
 		return f.Errorf("%w", err)
 	}
 	if at, value := FirstNonFinite(data); at >= 0 {
-		return f.Errorf("%w: parameter %s is %v at element %d: go on from an older checkpoint",
+		return f.Errorf("%w: parameter %s is %v at element %d: resume from an older checkpoint",
 			ErrDiverged, name, value, at)
 	}
 	return nil

@@ -61,7 +61,7 @@ const (
 func (p Parts) check() error {
 	if !regexp.MustCompile(`^[0-9a-f]{16}$`).MatchString(p.ID) || p.Files < 1 ||
 		p.Files > maxParts {
-		return fmt.Errorf("%w: its parts are %d of the set %.40q: want 1 to %d, and sixteen "+
+		return fmt.Errorf("%w: it has %d parts and the ID %.40q, want 1 to %d parts and sixteen "+
 			"hexadecimal digits", safetensors.ErrCorrupt, p.Files, p.ID, maxParts)
 	}
 	return nil
@@ -110,7 +110,7 @@ func Writable(path string) error {
 	}
 	longest := Parts{ID: strings.Repeat("0", 16), Files: maxParts}.file(path, maxParts-1)
 	if _, err := os.Lstat(longest); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("the parts of a checkpoint cannot have such names: %w", err)
+		return fmt.Errorf("the parts of a checkpoint cannot have the required names: %w", err)
 	}
 	return nil
 }
@@ -211,13 +211,13 @@ func Replaceable(path string) error {
 
 	f, err := Open(path)
 	if err != nil {
-		return fmt.Errorf("%w: what is there is no checkpoint, or a damaged one; move it away, or "+
+		return fmt.Errorf("%w: the existing file is not a checkpoint, or it is damaged; move it away, or "+
 			"choose another name", err)
 	}
 	defer f.Close()
 
 	if _, ok := f.Metadata[ConfigKey]; !ok {
-		return f.Errorf("the file there is of another program; move it away, or choose another name")
+		return f.Errorf("the existing file belongs to another program; move it away, or choose another name")
 	}
 
 	return nil
@@ -325,7 +325,7 @@ func (g *gathering) read(ctx context.Context, p Parts, path string, rank int) er
 	name := p.file(path, rank)
 	file, err := safetensors.Open(name)
 	if errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("%w: a checkpoint of several files is all of them", err)
+		return fmt.Errorf("%w: a checkpoint of several files needs all of them", err)
 	} else if err != nil {
 		return err
 	}
@@ -335,7 +335,7 @@ func (g *gathering) read(ctx context.Context, p Parts, path string, rank int) er
 	text := file.Metadata()[PartsKey]
 	if len(text) > maxPartText || json.Unmarshal([]byte(text), &own) != nil ||
 		own != (part{p, rank}) {
-		return fmt.Errorf("%w: %s does not belong to it: it says that it is %.100q",
+		return fmt.Errorf("%w: %s does not belong to it: its metadata is %.100q",
 			safetensors.ErrCorrupt, name, text)
 	}
 
@@ -360,7 +360,7 @@ func (g *gathering) add(ctx context.Context, file *safetensors.File, stretch str
 
 	if !prefixed || dot < 0 || len(shape) != 1 || g.shapes[own[:dot]] == nil ||
 		!slices.Contains([]safetensors.DType{safetensors.F32, safetensors.F64, safetensors.U8}, dtype) {
-		return fmt.Errorf("%w: %.100q is no stretch of a moment of the model's", ErrArchitecture,
+		return fmt.Errorf("%w: %.100q is not a stretch of one of the model's moments", ErrArchitecture,
 			stretch)
 	}
 
@@ -382,7 +382,7 @@ func (g *gathering) add(ctx context.Context, file *safetensors.File, stretch str
 
 	if from, err := strconv.Atoi(first); err != nil || from != m.have ||
 		shape[0] > m.size-from {
-		return fmt.Errorf("%w: %.100q has %d elements, and comes where element %d of %d is next",
+		return fmt.Errorf("%w: %.100q has %d elements, where element %d of %d is expected next",
 			safetensors.ErrCorrupt, stretch, shape[0], m.have, m.size)
 	}
 

@@ -286,16 +286,16 @@ func (here Stand[C]) Differences(there Stand[C]) []string {
 		same bool
 	}{
 		{"the text", here.Loader.Data == there.Loader.Data},
-		{"what is known of documents", here.Documents == there.Documents},
-		{"the loader's place", here.Loader == there.Loader ||
+		{"the marking of documents", here.Documents == there.Documents},
+		{"the loader's position", here.Loader == there.Loader ||
 			here.Loader.Data != there.Loader.Data},
 		{"the number of steps made", here.Step == there.Step},
 		{"TrainConfig.Steps", here.Steps == there.Steps},
 		{"the state of the lattices", here.Lattices == there.Lattices},
-		{"the values of the parameters", here.Params == there.Params},
+		{"the value of a parameter", here.Params == there.Params},
 	} {
 		if !d.same {
-			diff = append(diff, d.what+" is another")
+			diff = append(diff, d.what+" is different")
 		}
 	}
 

@@ -52,10 +52,10 @@ func (here *Growth) Differences(there *Growth) []string {
 		present.Controller = renamed[there.Controller]
 		return here.Differences(&present)
 	case here.Controller == "" && there.Controller != "":
-		return []string{fmt.Sprintf("the run grew by a %q, and this trainer does not grow: call "+
+		return []string{fmt.Sprintf("the run grew with a %q, and this trainer does not grow: call "+
 			"Grow", there.Controller)}
 	case here.Controller != "" && there.Controller == "":
-		return []string{fmt.Sprintf("the run did not grow, and this trainer does, by a %q",
+		return []string{fmt.Sprintf("the run did not grow, and this trainer does, with a %q",
 			here.Controller)}
 	}
 

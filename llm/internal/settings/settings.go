@@ -93,7 +93,7 @@ func (here *Settings) Differences(there Settings, schedule optim.Schedule) []str
 	}
 
 	if !slices.Equal(here.Anneal, there.Anneal) {
-		diff = append(diff, "the annealing of the learning rate is another one there")
+		diff = append(diff, "the annealing of the learning rate differs")
 	}
 
 	if len(there.Rates) != ratePoints {
@@ -118,10 +118,10 @@ func (here *Settings) Differences(there Settings, schedule optim.Schedule) []str
 func (here *Settings) DifferencesOfRanks(there Settings) []string {
 	diff := append(Fields(here.Plain, there.Plain), ruleDifferences(here.Rules, there.Rules)...)
 	if !slices.Equal(here.Rates, there.Rates) {
-		diff = append(diff, "the schedule of the learning rate is another one there")
+		diff = append(diff, "the schedule of the learning rate differs")
 	}
 	if !slices.Equal(here.Anneal, there.Anneal) {
-		diff = append(diff, "the annealing of the learning rate is another one there")
+		diff = append(diff, "the annealing of the learning rate differs")
 	}
 	return append(diff, here.Growth.Differences(there.Growth)...)
 }
@@ -144,7 +144,7 @@ func ruleDifferences(here, there map[string]optim.Rule) []string {
 	}
 
 	for i, d := range diff {
-		diff[i] = fmt.Sprintf("%s of the optimiser for %s", d, params[d][0])
+		diff[i] = fmt.Sprintf("%s of the optimizer for %s", d, params[d][0])
 		if more := len(params[d]) - 1; more > 0 {
 			diff[i] += fmt.Sprintf(" and %d more", more)
 		}
