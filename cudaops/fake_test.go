@@ -854,7 +854,7 @@ func (k *fakeKernels) DecodeAttention(l *fake.Launch, a decode.Attention) {
 		layer.RoPE(key, key, cos, sin, 1, a.KVHeads, a.HeadDim, false)
 	}
 
-	cpuattention.At(floatsAt(l, a.Y, qd), q, keys, values, p, cpuattention.Shape{Heads: a.Heads,
+	cpuattention.At(floatsAt(l, a.Y, qd), q, keys, values, p, 1, cpuattention.Shape{Heads: a.Heads,
 		KVHeads: a.KVHeads, HeadDim: a.HeadDim, Scale: a.Scale, Window: a.Window})
 }
 

@@ -1,7 +1,8 @@
-// Package kvcache provides an attention op that keeps the keys and values of earlier tokens, so
-// that generating another token takes a pass over a single row.
+// Package kvcache provides attention ops that keep the keys and values of earlier tokens, so that
+// generating another token takes a pass over a single row.
 //
-// [Attention] makes the op. [AttentionOp.Fill] stores the keys and values of a prompt in it.
+// [Attention] makes an op for one sequence. [AttentionOp.Fill] stores the keys and values of a prompt in
+// it. [BatchAttention] makes an op for rows of any number of sequences, each of which is a [Sequence].
 package kvcache
 
 import (
@@ -14,7 +15,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/cpu/attention"
-	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -49,23 +49,13 @@ type AttentionOp struct {
 // has no gradient.
 func Attention(q, k, v, position *gorgonia.Node, c Config) (*gorgonia.Node, error) {
 	in := gorgonia.Nodes{q, k, v, position}
-	for _, n := range in {
-		if n == nil {
-			return nil, errors.New("kvcache.Attention: an input is nil")
-		}
+	c = c.complete()
+	err := c.check(1, in)
+	if err == nil && (position.Dtype() != tensor.Int || !position.Shape().Eq(tensor.Shape{1})) {
+		err = fmt.Errorf("position is a %v of shape %v, want an int of shape [1]", position.Dtype(),
+			position.Shape())
 	}
-
-	if c.Scale == 0 {
-		c.Scale = 1 / math.Sqrt(float64(c.HeadDim))
-	}
-
-	if c.RoPE != nil {
-		r := *c.RoPE
-		r.Seq, r.HeadDim = c.Capacity, c.HeadDim
-		c.RoPE = &r
-	}
-
-	if err := c.check(in); err != nil {
+	if err != nil {
 		return nil, fmt.Errorf("kvcache.Attention: %w", err)
 	}
 
@@ -78,7 +68,32 @@ func Attention(q, k, v, position *gorgonia.Node, c Config) (*gorgonia.Node, erro
 	return gorgonia.ApplyOp(o, in...)
 }
 
-func (c Config) check(in gorgonia.Nodes) error {
+// complete returns c with defaults filled in.
+func (c Config) complete() Config {
+	if c.Scale == 0 {
+		c.Scale = 1 / math.Sqrt(float64(c.HeadDim))
+	}
+	if c.RoPE != nil {
+		r := *c.RoPE
+		r.Seq, r.HeadDim = c.Capacity, c.HeadDim
+		c.RoPE = &r
+	}
+	return c
+}
+
+func (c Config) shape() attention.Shape {
+	return attention.Shape{Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim, Scale: c.Scale,
+		Window: c.Window}
+}
+
+// check returns an error unless q, k and v are floats of the given number of rows.
+func (c Config) check(rows int, in gorgonia.Nodes) error {
+	for _, n := range in {
+		if n == nil {
+			return errors.New("an input is nil")
+		}
+	}
+
 	if c.Heads < 1 || c.KVHeads < 1 || c.HeadDim < 1 || c.Capacity < 1 || c.Window < 0 ||
 		c.Heads%c.KVHeads != 0 {
 		return fmt.Errorf("%d heads for %d of keys, %d features, a capacity of %d and a window of "+
@@ -87,16 +102,11 @@ func (c Config) check(in gorgonia.Nodes) error {
 
 	for i, heads := range []int{c.Heads, c.KVHeads, c.KVHeads} {
 		n := in[i]
-		if want := (tensor.Shape{1, heads * c.HeadDim}); !n.Shape().Eq(want) ||
+		if want := (tensor.Shape{rows, heads * c.HeadDim}); !n.Shape().Eq(want) ||
 			n.Dtype() != in[0].Dtype() || n.Dtype() != tensor.Float32 && n.Dtype() != tensor.Float64 {
 			return fmt.Errorf("input %d is a %v of shape %v, want floats of one type and shape %v",
 				i, n.Dtype(), n.Shape(), want)
 		}
-	}
-
-	if p := in[3]; p.Dtype() != tensor.Int || !p.Shape().Eq(tensor.Shape{1}) {
-		return fmt.Errorf("position is a %v of shape %v, want an int of shape [1]", p.Dtype(),
-			p.Shape())
 	}
 
 	return nil
@@ -153,26 +163,13 @@ func attend[T cpu.Float](o *AttentionOp, y []T, in opbase.Args) error {
 	if c.RoPE == nil {
 		copy(keys[p*len(k):], k)
 	} else {
-		q = turn(o, q, k, keys[p*len(k):][:len(k)], p)
+		turned := opbase.AuxSlice[T](&o.query, len(q))
+		turn(c, turned, q, keys[p*len(k):][:len(k)], k, p, 1)
+		q = turned
 	}
 
-	attention.At(y, q, keys, values, p, attention.Shape{Heads: c.Heads, KVHeads: c.KVHeads,
-		HeadDim: c.HeadDim, Scale: c.Scale, Window: c.Window})
+	attention.At(y, q, keys, values, p, 1, c.shape())
 	return nil
-}
-
-// turn returns the queries rotated by the angles of a position, and writes the rotated k to keys.
-func turn[T cpu.Float](o *AttentionOp, q, k, keys []T, position int) []T {
-	c := o.Config
-	wideCos, wideSin := c.RoPE.Angles(position, 1)
-	cos, sin := make([]T, len(wideCos)), make([]T, len(wideSin))
-	for i := range cos {
-		cos[i], sin[i] = T(wideCos[i]), T(wideSin[i])
-	}
-	turned := opbase.AuxSlice[T](&o.query, len(q))
-	layer.RoPE(turned, q, cos, sin, 1, c.Heads, c.HeadDim, false)
-	layer.RoPE(keys, k, cos, sin, 1, c.KVHeads, c.HeadDim, false)
-	return turned
 }
 
 // least is the smallest number of rows. A pass over fewer rows takes about the same time.

@@ -157,31 +157,36 @@ func (s *transposedHeads[T]) Span(lo, hi int) {
 	}
 }
 
-// At computes the row of a causal attention for one position of a single sequence. q and y are
-// [Heads·HeadDim]; k and v hold the rows of all positions up to this one. The row has the same bits
-// as in [Forward], provided that the matrix products do.
-func At[T cpu.Float](y, q, k, v []T, position int, s Shape) {
-	s.Batch, s.Seq, s.Causal = 1, position+1, true
-	cpu.Spread(s.Heads, max(1, 1<<12/(s.Seq*s.HeadDim)), atArgs[T]{y, q, k, v, position, s})
+// At computes the rows of a causal attention for consecutive positions of a single sequence, from
+// position start on. q and y are [rows, Heads·HeadDim]; k and v hold the rows of all positions up to the
+// last of these. Every row has the same bits as in [Forward], provided that the matrix products do.
+func At[T cpu.Float](y, q, k, v []T, start, rows int, s Shape) {
+	s.Batch, s.Seq, s.Causal = 1, start+rows, true
+	first := start / queryStrip
+	strips := (s.Seq-1)/queryStrip - first + 1
+	cpu.Spread(s.Heads*strips, max(1, 1<<12/(s.Seq*s.HeadDim)),
+		atArgs[T]{y, q, k, v, start, first, s})
 }
 
-// atArgs are the arguments of At.
+// atArgs are the arguments of At. An item is a head of a strip of queries.
 type atArgs[T cpu.Float] struct {
-	y, q, k, v []T
-	position   int
+	y, q, k, v   []T
+	start, first int // the first position, and the strip that contains it
 	Shape
 }
 
 func (s atArgs[T]) Span(lo, hi int) {
 	t := getTiles[T]()
 	defer tilePool[T]().Put(t)
-	var normalizer [2]T
-	for h := lo; h < hi; h++ {
-		kv := h / (s.Heads / s.KVHeads) * s.HeadDim
-		at := h * s.HeadDim
-		k := matrix[T]{s.k[kv:], s.KVHeads * s.HeadDim, true}
-		t.forward(s.y[at:], normalizer[:], s.q[at:], k, s.v[kv:], s.Heads*s.HeadDim, s.KVHeads*s.HeadDim,
-			s.position, 1, s.Shape)
+	var normalizers [2 * queryStrip]T
+	qd, kd := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim
+	for item := lo; item < hi; item++ {
+		h, strip := item%s.Heads, s.first+item/s.Heads
+		from, to := max(s.start, strip*queryStrip), min(s.Seq, (strip+1)*queryStrip)
+
+		at, kv := (from-s.start)*qd+h*s.HeadDim, h/(s.Heads/s.KVHeads)*s.HeadDim
+		k := matrix[T]{s.k[kv:], kd, true}
+		t.forward(s.y[at:], normalizers[:], s.q[at:], k, s.v[kv:], qd, kd, from, to-from, s.Shape)
 	}
 }
 

@@ -42,19 +42,21 @@ func testAttentionAt[T cpu.Float](t *testing.T, tolerance float64) {
 		// have few correct digits.
 		size := make([]T, len(q))
 		Forward(size, normalizers, q, k, cputest.Absolute(slices.Clone(v)), s)
-		for _, p := range []int{0, 1, 63, 64, 65, 149} {
-			y := make([]T, qd)
+		for _, rows := range [][2]int{{0, 1}, {1, 1}, {63, 1}, {64, 1}, {65, 1}, {149, 1}, {0, 150},
+			{31, 2}, {40, 100}, {64, 64}, {0, 1 + r.IntN(150)}} {
+			from, n := rows[0], rows[1]
+			y := make([]T, n*qd)
 			for i := range y {
 				y[i] = T(math.NaN())
 			}
-			At(y, q[p*qd:][:qd], k[:(p+1)*kd], v[:(p+1)*kd], p, s)
+			At(y, q[from*qd:][:n*qd], k[:(from+n)*kd], v[:(from+n)*kd], from, n, s)
 			var diff, norm float64
-			for i, w := range want[p*qd:][:qd] {
+			for i, w := range want[from*qd:][:n*qd] {
 				diff, norm = diff+math.Pow(float64(y[i]-w), 2),
-					norm+math.Pow(float64(size[p*qd+i]), 2)
+					norm+math.Pow(float64(size[from*qd+i]), 2)
 			}
 			if off := math.Sqrt(diff / norm); !(off < tolerance) {
-				t.Errorf("%+v: row %d differs by %.2g", s, p, off)
+				t.Errorf("%+v: %d rows from %d differ by %.2g", s, n, from, off)
 			}
 		}
 	}
