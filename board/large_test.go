@@ -14,7 +14,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/board"
 	"github.com/kasmina-go/kasmina/board/internal/store"
-	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -22,7 +22,7 @@ import (
 // large adds the events of a run with many steps and seeds, in layers of 5000 seeds.
 func large(t testing.TB, run *store.Run, steps, seeds int) {
 	t.Helper()
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	reports := func() []state.Report {
 		all := make([]state.Report, seeds/5000)
 		for i := range all {

@@ -12,7 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/board"
 	"github.com/kasmina-go/kasmina/board/internal/store"
-	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -25,7 +25,7 @@ const judged = "34 epochs have not brought what FineTuning asks for: the loss is
 // layers, every linear layer of the given number of blocks, the stream, and depth.
 func everywhere(t *testing.T, run *store.Run, blocks int, sample string) {
 	t.Helper()
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	c := llm.Config{Layers: blocks, Kasmina: []int{0, 1, 2, 3}, Streams: []int{1, 3}, Depth: 2}
 	c.Weights = c.WeightSites("q", "k", "v", "o", "gate", "up", "down")
 	e := llm.Event{Kind: llm.RunStart, Steps: 1000, StepTokens: 4096, ValLoss: math.NaN(),

@@ -1594,7 +1594,7 @@ func TestGradientPrecision(t *testing.T) {
 					device = openGPUFloat8(t)
 				}
 				// Products add up in a different order if their results have a different type.
-				testGradientPrecision(t, device, rand.Uint64(), newOptimizer, 1e-3,
+				testGradientPrecision(t, device, randtest.Seed(t), newOptimizer, 1e-3,
 					WithGradientPrecision(BFloat16), WithPrecision(p), WithTuning(TuneOff))
 			})
 		}

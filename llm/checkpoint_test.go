@@ -24,6 +24,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/bounded"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
@@ -162,7 +163,7 @@ func TestKillWhileSaving(t *testing.T) {
 		kills = 20
 	}
 
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	var left []string         // temporary files from before the last kill
 	half := func() []string { // a new temporary file that the process is writing, if any

@@ -15,8 +15,8 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
-	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/sampler"
@@ -809,7 +809,7 @@ func TestTraitErrors(t *testing.T) {
 // TestTraitsDecode checks that cached decoding gives the same logits as whole windows. The model has
 // blocks with windows and without RoPE, and the sequence exceeds Config.Seq.
 func TestTraitsDecode(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	tolerances := map[tensor.Dtype]float64{tensor.Float32: 2e-5, tensor.Float64: 1e-12}
 	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 		tolerance := tolerances[dt]

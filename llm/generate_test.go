@@ -22,6 +22,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/internal/processor"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/sampler"
@@ -174,7 +175,7 @@ func TestWindowsThatGrow(t *testing.T) {
 	defer i.Close()
 	whole := wholeLogits(t, m)
 	defer whole.Machine.Close()
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	var all []int
 	for len(all) < c.Seq+3 {
 		all = append(all, r.IntN(c.Vocab))
@@ -238,7 +239,7 @@ func apartBy(t *testing.T, x, y any) float64 {
 // whole window: for a prompt and token by token, within the window and beyond it, for a new sequence, and
 // after training.
 func TestDecoding(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	tolerances := map[tensor.Dtype]float64{tensor.Float32: 1e-5, tensor.Float64: 1e-13}
 	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 		tolerance := tolerances[dt]
@@ -466,7 +467,7 @@ func TestOtherTokenizer(t *testing.T) {
 // TestLogitsFollowTheLoss compares the logits of a position with the loss of a batch that counts only
 // that position: log Σ exp(logits) − logits[target].
 func TestLogitsFollowTheLoss(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1, dt: tensor.Float64})
 	seq := tr.Model.Config.Seq
 	b := zeroBatch(seq)
@@ -531,7 +532,7 @@ func lossAndGradients(t *testing.T, c Config, b data.Batch, opts ...GraphOption)
 // TestDocumentsApart checks that the loss of a sequence of documents, and its gradients, are the weighted
 // means of each document's own.
 func TestDocumentsApart(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	lengths := []int{1 + r.IntN(8), 1, 1 + r.IntN(20)}
 	c := tiny()
 	c.Documents, c.Seq = true, lengths[0]+lengths[1]+lengths[2]
@@ -582,7 +583,7 @@ func TestDocumentsApart(t *testing.T) {
 // TestDocumentsOff checks that Config.Documents changes no bits if every sequence is a single document,
 // and that the stored configuration omits it when it is not set.
 func TestDocumentsOff(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	off := tiny()
 	on := off
 	on.Documents = true

@@ -35,8 +35,8 @@ type Graph struct {
 	IDs     *gorgonia.Node // int [Batch·Seq]
 	Targets *gorgonia.Node // int [Batch·Seq], negative where nothing is predicted; nil ForLogits
 	Starts  *gorgonia.Node // int [Batch·Seq], Batch.Starts; nil without Config.Documents, and ForLogits
-	// Positions is int [Batch·Seq], Batch.Positions. It is nil unless there are Starts and the model has
-	// learned vectors for positions.
+	// Positions has the position of each row, an int [Batch·Seq] such as Batch.Positions. It is nil unless
+	// the model has learned vectors for positions, and rows may have any position.
 	Positions *gorgonia.Node
 	Loss      *gorgonia.Node // mean cross-entropy in nats per token; nil ForLogits
 	// Rows selects, ForLogits, the rows of Batch·Seq that get logits: an int [Batch], or [Batch·Seq] with
@@ -217,6 +217,7 @@ type graphBuilder struct {
 	wanted     []string      // parameters to differentiate; nil for all that learn
 	blocks     block.Builder // builder for sequences of up to Config.Seq; its Position is set for cached decoding
 	cached     bool          // whether to add a Position
+	batched    *batchedRows  // the rows of a graph for rows of any sequences; nil for other graphs
 	keeps      bool          // whether to output keys and values for a cached graph
 	out        *Graph
 	nodes      map[string]*gorgonia.Node // parameters by name
@@ -231,6 +232,9 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 		b.blocks.Position = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(1),
 			gorgonia.WithName("position"))
 		out.Position = b.blocks.Position
+	}
+	if b.batched != nil {
+		rows, b.blocks.Spans = b.batched.rows, b.batched.spans
 	}
 
 	out.IDs = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
@@ -270,8 +274,11 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 	out.seeds.streams = append(out.seeds.streams, x)
 	if b.kind == ForLogits && !b.cached {
 		wanted := batch
-		if b.everywhere {
+		switch {
+		case b.everywhere:
 			wanted = rows
+		case b.batched != nil:
+			wanted = b.batched.wanted
 		}
 		out.Rows = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(wanted),
 			gorgonia.WithName("rows"))
@@ -312,7 +319,7 @@ func (b *graphBuilder) positions(x *gorgonia.Node) (*gorgonia.Node, error) {
 	at := b.blocks.Position
 	switch {
 	case at != nil:
-	case b.out.Starts != nil:
+	case b.out.Starts != nil || b.batched != nil:
 		b.out.Positions = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(x.Shape()[0]),
 			gorgonia.WithName("positions"))
 		at = b.out.Positions

@@ -10,15 +10,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 )
-
-// Rand returns a source of random numbers with a new seed in each run, and logs the seed.
-func Rand(t testing.TB) *rand.Rand {
-	seed := uint64(time.Now().UnixNano())
-	t.Logf("seed %d", seed)
-	return rand.New(rand.NewPCG(seed, 0))
-}
 
 // Files creates a folder with the given files and returns its path.
 func Files(t testing.TB, files map[string]string) string {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/splitmix"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -51,7 +52,7 @@ func naive(trigrams []string, context string, b byte) float64 {
 }
 
 func TestOrder2MatchesTheFormula(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	for range 6 {
 		text := make([]byte, 3+r.IntN(200))
 		letters := 1 + r.IntN(6)
@@ -84,7 +85,7 @@ func TestOrder2MatchesTheFormula(t *testing.T) {
 // bytes determine four equally likely next bytes. The model must reach the entropy, whereas an order-1
 // model (3.9 bits here) does not.
 func TestOrder2FindsTheEntropyOfItsSource(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	text := []byte{0, 0}
 	for len(text) < 400_000 {
 		n := len(text)
@@ -115,7 +116,7 @@ func TestOrder2FindsTheEntropyOfItsSource(t *testing.T) {
 }
 
 func TestOrder2KnowsNothingOfNoise(t *testing.T) {
-	noise := texttest.Bytes(texttest.Rand(t), 200_000)
+	noise := texttest.Bytes(randtest.New(t), 200_000)
 	bpb, err := mustTrain(t, noise[:100_000]).BitsPerByte(t.Context(), noise[100_000:])
 	if err != nil || bpb < 8 || bpb > 9 {
 		t.Errorf("noise: %v bits per byte, %v, want a little over 8", bpb, err)
@@ -127,7 +128,7 @@ func TestOrder2KnowsNothingOfNoise(t *testing.T) {
 }
 
 func TestOrder2Streams(t *testing.T) {
-	text := texttest.Bytes(texttest.Rand(t), 5<<20/2)
+	text := texttest.Bytes(randtest.New(t), 5<<20/2)
 	whole := mustTrain(t, text)
 	var calls []int64
 	pieces, err := TrainOrder2(t.Context(), iotest.HalfReader(bytes.NewReader(text)),

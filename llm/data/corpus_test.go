@@ -17,6 +17,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 )
 
@@ -186,7 +187,7 @@ func TestMaxBytesTakesTheFirst(t *testing.T) {
 }
 
 func TestTextReadAt(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	files := make(map[string]string)
 	for i := range 30 {
 		files[fmt.Sprint(i)] = "x" + strings.ReplaceAll(string(texttest.Bytes(r, r.IntN(50))),
@@ -219,7 +220,7 @@ func TestTextReadAt(t *testing.T) {
 }
 
 func TestSample(t *testing.T) {
-	whole := texttest.Bytes(texttest.Rand(t), 10*sampleBlock+77)
+	whole := texttest.Bytes(randtest.New(t), 10*sampleBlock+77)
 	path := filepath.Join(texttest.Files(t, map[string]string{"x": string(whole)}), "x")
 	text := mustOpen(t, path, WithHeldOut(0.01)).Train
 	whole = whole[:text.Size()]
@@ -392,7 +393,7 @@ func FuzzCorpus(f *testing.F) {
 // TestSampleDocuments checks that the pieces of a sample belong to one document each, are adjacent, and
 // are as long as possible.
 func TestSampleDocuments(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	files := map[string]string{}
 	for i := range 25 {
 		raw := texttest.Bytes(r, 1+r.IntN(3*sampleBlock))

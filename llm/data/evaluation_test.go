@@ -5,12 +5,13 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 func TestEvaluation(t *testing.T) {
-	text := texttest.Bytes(texttest.Rand(t), 101)
+	text := texttest.Bytes(randtest.New(t), 101)
 	for _, c := range []struct {
 		tok           tokenizer.Tokenizer
 		tokens, bytes int
@@ -73,7 +74,7 @@ func TestEvaluation(t *testing.T) {
 // TestDocumentEvaluation checks that the start of each token's document is known, and that all text is
 // scored.
 func TestDocumentEvaluation(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	bpe := tokenBPE(t)
 	for range 20 {
 		var documents [][]byte

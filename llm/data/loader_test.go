@@ -16,6 +16,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
@@ -48,7 +49,7 @@ func mustNext(t testing.TB, l *Loader) Batch {
 }
 
 func TestPermuteIsABijection(t *testing.T) {
-	key := texttest.Rand(t).Uint64()
+	key := randtest.New(t).Uint64()
 	for n := uint64(1); n < 1200; n = n*9/8 + 1 {
 		seen := make([]bool, n)
 		for i := range n {
@@ -65,7 +66,7 @@ func TestPermuteIsABijection(t *testing.T) {
 // often. It applies Pearson's chi-square test to 99 degrees of freedom. A uniform permutation exceeds 175
 // with a probability of 4e-6, and a position that exceeds it is tested again.
 func TestPermuteIsUniform(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	const n, trials = 100, 20000
 	chi2 := func(i uint64) (sum float64) {
 		var hits [n]float64
@@ -91,7 +92,7 @@ func TestPermuteIsUniform(t *testing.T) {
 // TestLoaderCoversTheTextOnce checks that each window of an epoch is returned once, that windows don't
 // overlap, and that targets are the following tokens.
 func TestLoaderCoversTheTextOnce(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	for range 30 {
 		seq, n := 1+r.IntN(20), 0
 		n = seq + 1 + r.IntN(500)
@@ -138,7 +139,7 @@ func TestLoaderCoversTheTextOnce(t *testing.T) {
 // TestLoaderMovesItsWindows checks that the boundaries of the windows move, so that no token always
 // starts a sequence.
 func TestLoaderMovesItsWindows(t *testing.T) {
-	s := LoaderState{Seed: texttest.Rand(t).Uint64(), Seq: 50}
+	s := LoaderState{Seed: randtest.New(t).Uint64(), Seq: 50}
 	seen := map[int64]int{}
 	for s.Epoch < 20 {
 		offset := s.advance(1000)
@@ -181,7 +182,7 @@ func TestLoaderOrder(t *testing.T) {
 // TestLoaderResumes checks that a loader set to a saved state continues like the saved loader, in the
 // middle or at the end of an epoch, and whether or not it is reading ahead.
 func TestLoaderResumes(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	for range 30 {
 		tokens := upTo(30 + r.IntN(300))
 		c := LoaderConfig{Batch: 1 + r.IntN(5), Seq: 1 + r.IntN(20), Seed: r.Uint64()}
@@ -350,7 +351,7 @@ func (pairs) Decode(ids []int) (text []byte, err error) {
 }
 
 func TestTokenizeWithLongerTokens(t *testing.T) {
-	content := strings.ReplaceAll(string(texttest.Bytes(texttest.Rand(t), 3<<20)), "\x00", "0")
+	content := strings.ReplaceAll(string(texttest.Bytes(randtest.New(t), 3<<20)), "\x00", "0")
 	text := mustOpen(t, texttest.Files(t, map[string]string{"a": content})).Train
 	tok := pairs{256 + 1<<16}
 	tokens, err := Tokenize(t.Context(), text, tok)
@@ -448,7 +449,7 @@ func TestLoaderKnowsDocuments(t *testing.T) {
 		t.Fatalf("%d documents in the file, want %d", len(ends), text.Documents())
 	}
 
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	for _, c := range []struct {
 		name   string
 		tokens Tokens

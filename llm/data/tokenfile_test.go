@@ -20,6 +20,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/internal/bounded"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
@@ -28,7 +29,7 @@ import (
 // newline.
 func tokenText(t testing.TB) *Text {
 	t.Helper()
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	files := texttest.Numbered(30)
 	files["long.txt"] = strings.Repeat(string(texttest.Repetitive(r, 999))+"\n", 1500)
 	files["tail.txt"] = "ab\n\tab"
@@ -44,7 +45,7 @@ func trainBPE(t testing.TB, text []byte, vocab int) *tokenizer.BPE {
 }
 
 func tokenBPE(t testing.TB) *tokenizer.BPE {
-	return trainBPE(t, texttest.Repetitive(texttest.Rand(t), 50_000), 400)
+	return trainBPE(t, texttest.Repetitive(randtest.New(t), 50_000), 400)
 }
 
 // wide is a Tokenizer with ids of up to 2^24: every three bytes form a token, and the last bytes of a
@@ -119,7 +120,7 @@ func TestTokenFileHoldsTheTextsTokens(t *testing.T) {
 				t.Errorf("the tokens are of %s with %d ids", f.Tokenizer(), f.VocabSize())
 			}
 
-			r := texttest.Rand(t)
+			r := randtest.New(t)
 			for range 20 {
 				at := r.IntN(len(want))
 				part := make([]int, r.IntN(min(1000, len(want)-at)+1))
@@ -302,7 +303,7 @@ func tokenFile(t testing.TB, h tokenHeader, ids []byte) []byte {
 }
 
 func TestOpenTokensErrors(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	text := mustOpen(t, texttest.Files(t, map[string]string{"a.txt": strings.Repeat("some text\n",
 		100)})).Train
 	path := filepath.Join(t.TempDir(), "tokens")

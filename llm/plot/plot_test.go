@@ -14,7 +14,7 @@ import (
 	"gonum.org/v1/plot/plotter"
 
 	"github.com/kasmina-go/kasmina/internal/bounded"
-	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/internal/eventtest"
 	"github.com/kasmina-go/kasmina/llm/runlog"
@@ -185,7 +185,7 @@ func TestRoundTicks(t *testing.T) {
 		}
 	}
 
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	for range 1000 {
 		lo := r.NormFloat64() * math.Pow(10, float64(r.IntN(12)-6))
 		hi := lo + r.ExpFloat64()*math.Pow(10, float64(r.IntN(12)-6))
@@ -196,7 +196,7 @@ func TestRoundTicks(t *testing.T) {
 }
 
 func TestThinnedKeepsTheExtremes(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	points := make(plotter.XYs, 2*maxDrawn+r.IntN(5*maxDrawn))
 	for i := range points {
 		points[i] = plotter.XY{X: float64(i), Y: r.NormFloat64()}
@@ -215,7 +215,7 @@ func TestThinnedKeepsTheExtremes(t *testing.T) {
 }
 
 func TestSmoothedIsTheCenteredMean(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	var c curve
 	for i := range 500 {
 		c.add(i, 3+0.01*float64(i)) // a straight line is its own centered mean

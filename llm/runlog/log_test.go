@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/internal/bounded"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/internal/eventtest"
@@ -74,7 +75,7 @@ func TestJSONContinues(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	for range 20 {
 		path := filepath.Join(t.TempDir(), "log.jsonl")
 		cut := content[:r.IntN(len(content)+1)]

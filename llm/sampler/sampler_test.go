@@ -9,7 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/kasmina-go/kasmina/internal/texttest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 func mustSampler(t testing.TB, c Config) *Sampler {
@@ -86,7 +86,7 @@ func reference(c Config, logits []float64) []float64 {
 // For k cells the statistic has the mean k-1 and the standard deviation sqrt(2(k-1)). A correct sampler
 // exceeds the limit, slightly more than six deviations, less than once in a million runs.
 func TestSampleDistribution(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	const draws = 20000
 	for _, c := range []Config{
 		{Temperature: 1}, {Temperature: 0.5}, {Temperature: 2}, {Temperature: 1,
@@ -202,7 +202,7 @@ func TestSamplerRepeats(t *testing.T) {
 		return ids
 	}
 
-	seed := texttest.Rand(t).Uint64()
+	seed := randtest.New(t).Uint64()
 	c := Config{Temperature: 1, TopP: 0.9, Seed: seed}
 	s := mustSampler(t, c)
 	first := draw(s)
@@ -286,7 +286,7 @@ func TestSamplerErrors(t *testing.T) {
 
 // TestSampleOutsideVocab checks that logits beyond Vocab make no difference, whatever their values.
 func TestSampleOutsideVocab(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	for range 300 {
 		n, padding := 1+r.IntN(40), r.IntN(40)
 		c := Config{Temperature: []float64{0, 0.5, 3}[r.IntN(3)], TopK: r.IntN(5),

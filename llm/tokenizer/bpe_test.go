@@ -19,6 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/internal/bounded"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 )
 
@@ -92,7 +93,7 @@ func naiveBPE(text []byte, merges int) (found []pair) {
 }
 
 func TestTrainBPEMatchesTheDefinition(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	for range 20 {
 		text := texttest.Repetitive(r, 1+r.IntN(3000))
 		const merges = 60
@@ -142,7 +143,7 @@ func TestTrainBPEIsDeterministic(t *testing.T) {
 }
 
 func TestReadPiecesAreThoseOfTheWholeText(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	var text []byte
 	for len(text) < 5<<20/2 { // the buffer ends inside pieces of all lengths
 		text = append(append(text, bytes.Repeat([]byte("é"), r.IntN(100))...), ' ')
@@ -227,7 +228,7 @@ func naiveEncode(b *BPE, text []byte) (ids []int) {
 }
 
 func TestBPEEncodeMatchesTheDefinition(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	for range 10 {
 		b := mustTrainBPE(t, texttest.Repetitive(r, 5000), 400)
 		text := texttest.Repetitive(r, 2000)
@@ -336,7 +337,7 @@ func FuzzBPE(f *testing.F) {
 }
 
 func TestBPESaveAndLoad(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	text := texttest.Repetitive(r, 5000)
 	path := filepath.Join(t.TempDir(), "cache", "text.bpe")
 	for _, vocab := range []int{257, 300} { // the second file replaces the first
@@ -356,7 +357,7 @@ func TestBPESaveAndLoad(t *testing.T) {
 
 // TestLoadBPENoticesDamage checks that any flipped bit and any truncation is detected.
 func TestLoadBPENoticesDamage(t *testing.T) {
-	r := texttest.Rand(t)
+	r := randtest.New(t)
 	path := filepath.Join(t.TempDir(), "text.bpe")
 	require.NoError(t, mustTrainBPE(t, texttest.Repetitive(r, 500), 280).Save(path))
 	file, err := os.ReadFile(path)

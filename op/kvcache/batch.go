@@ -94,8 +94,8 @@ type Span struct {
 // attention is zero.
 type Spans struct{ all []Span }
 
-// Set sets the spans of the next run, in the order of the rows. Each sequence may have one span. Tokens of
-// a sequence at the span's positions and after them are replaced.
+// Set sets the spans of the next run, in the order of the rows. Each sequence may have one span. Its tokens
+// at the span's positions and after them are forgotten.
 func (s *Spans) Set(spans ...Span) error {
 	for i, a := range spans {
 		switch {
@@ -108,12 +108,14 @@ func (s *Spans) Set(spans ...Span) error {
 			return errors.New("kvcache: a sequence has two spans")
 		}
 	}
+	for _, a := range spans {
+		a.Sequence.Truncate(a.Start)
+	}
 	s.all = slices.Clone(spans)
 	return nil
 }
 
-// Finish adds the spans' tokens to their sequences. Call it after a run that had no error. After an error,
-// the sequences keep the tokens that they had, up to the start of their span.
+// Finish adds the spans' tokens to their sequences. Call it after a run that had no error.
 func (s *Spans) Finish() {
 	for _, a := range s.all {
 		a.Sequence.tokens = a.Start + a.Rows

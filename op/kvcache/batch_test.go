@@ -26,11 +26,11 @@ type text struct {
 func TestBatchAttention(t *testing.T) {
 	const tokens, heads, kvHeads, dim, rows = 70, 4, 2, 6, 40
 	rope := op.RoPEConfig{Seq: tokens, HeadDim: dim, Base: 100}
-	r := randtest.New(t)
 	for name, c := range map[string]Config{
 		"plain": {}, "turned": {RoPE: &rope}, "window": {RoPE: &rope, Window: 5, Scale: 0.7},
 	} {
 		t.Run(name, func(t *testing.T) {
+			r := randtest.New(t)
 			c.Heads, c.KVHeads, c.HeadDim, c.Capacity = heads, kvHeads, dim, tokens
 			normal := func(columns int) *tensor.Dense {
 				x := make([]float64, tokens*columns)

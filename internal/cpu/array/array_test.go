@@ -6,10 +6,11 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 func TestVectorReductions(t *testing.T) {
-	r := cputest.Rand(t)
+	r := randtest.New(t)
 	for _, n := range []int{0, 1, cpu.VectorGrain - 1, cpu.VectorGrain, 2*cpu.VectorGrain + 3} {
 		x := cputest.Normals(r, n)
 		var want float64
@@ -56,7 +57,7 @@ func BenchmarkFirstNonFinite(b *testing.B) {
 // TestFirstNonFinite puts each kind of non-finite value at every position of a vector.
 func TestFirstNonFinite(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
-		r := cputest.Rand(t)
+		r := randtest.New(t)
 		for n := range 70 {
 			x := cputest.Normal(r, n, 1e30)
 			for i := range x {

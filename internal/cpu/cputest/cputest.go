@@ -6,7 +6,6 @@ import (
 	"math"
 	"math/rand/v2"
 	"testing"
-	"time"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
@@ -19,17 +18,6 @@ func EachISA(t *testing.T, f func(t *testing.T)) {
 		cpu.UseISA(l)
 		t.Run(l.String(), f)
 	}
-}
-
-// Rand returns a newly seeded source and logs the seed if the test fails.
-func Rand(t *testing.T) *rand.Rand {
-	seed := uint64(time.Now().UnixNano())
-	t.Cleanup(func() {
-		if t.Failed() {
-			t.Logf("seed %d", seed)
-		}
-	})
-	return rand.New(rand.NewPCG(seed, 1))
 }
 
 // Canary is the value around the writable part of a padded buffer.

@@ -6,13 +6,13 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/internal/allocs"
-	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // The race detector makes sync.Pool drop values at random, so these tests are excluded from such
 // builds.
 func TestGemmAllocatesNothing(t *testing.T) {
-	r := cputest.Rand(t)
+	r := randtest.New(t)
 	for _, p := range []*product[float32]{
 		newProduct[float32](r, false, true, 64, 64, 64, 1, 0),
 		newProduct[float32](r, false, false, 1, 13, 200, 1, 0), // B in place

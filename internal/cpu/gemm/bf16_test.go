@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // bf16Of rounds to the nearest bfloat16, ties to even.
@@ -24,7 +25,7 @@ func TestRoundedProducts(t *testing.T) {
 
 	defer UseBFloat16(false)
 
-	r := cputest.Rand(t)
+	r := randtest.New(t)
 	for _, c := range [][3]int{{128, 128, 128}, {129, 131, 127}, {64, 200, 333}, {1000, 33, 40},
 		{17, 1021, 97}, {300, 16, 515}} {
 		m, n, k := c[0], c[1], c[2]

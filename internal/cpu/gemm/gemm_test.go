@@ -12,6 +12,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // product is a call of Mul with its memory: matrices with odd strides, and a C inside a larger
@@ -140,7 +141,7 @@ func TestGemm(t *testing.T) {
 }
 
 func testGemm[T cpu.Float](t *testing.T, eps float64) {
-	r := cputest.Rand(t)
+	r := randtest.New(t)
 	shapes := [][3]int{{0, 3, 4}, {3, 0, 4}, {3, 4, 0}, {1, 1, 1}, {1, 300, 65}, {300, 1, 65},
 		{17, 33, 1}, {64, 64, 64},
 		{32, 64, 64}, {2, 37, 130}, {14, 32, 256}, {16, 100, 300}, {29, 65, 257}, {60, 40, 515},
@@ -180,7 +181,7 @@ func testGemm[T cpu.Float](t *testing.T, eps float64) {
 // addition, for one and several steps along k, and for few and many rows.
 func TestGemmAdds(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
-		r := cputest.Rand(t)
+		r := randtest.New(t)
 		for _, s := range [][3]int{{1, 5, 3}, {20, 40, 50}, {33, 31, 256}, {15, 33, 257},
 			{100, 65, 700}, {40, 600, 30}, {130, 64, 1025}, {7, 9, 0}} {
 			for _, beta := range []float32{0, 1, -0.75} {
@@ -207,7 +208,7 @@ func TestGemmAdds(t *testing.T) {
 // bits.
 func TestGemmCores(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
-		r := cputest.Rand(t)
+		r := randtest.New(t)
 		for i, s := range [][3]int{{130, 70, 515}, {16, 600, 300}, {60, 700, 300}, {100, 40, 700}} {
 			for _, trans := range transpositions(i) {
 				p := newProduct[float32](r, trans&1 != 0, trans&2 != 0, s[0], s[1], s[2], 1, 0.5)
@@ -228,7 +229,7 @@ func TestGemmCores(t *testing.T) {
 func TestGemmPartsOfPackedB(t *testing.T) {
 	// Larger than the part packed at a time, so that C is computed from several parts in both
 	// directions.
-	r := cputest.Rand(t)
+	r := randtest.New(t)
 	for _, s := range [][3]int{{15, 1100, 1300}, {18, 20, 60000}, {17, 2000, 700}} {
 		p := newProduct[float32](r, false, s[0] == 18, s[0], s[1], s[2], 1, 0)
 		p.run(Mul[float32])
@@ -286,7 +287,7 @@ func TestFMAPeak(t *testing.T) {
 // is.
 func TestGemmFetches(t *testing.T) {
 	const line = 64
-	r := cputest.Rand(t)
+	r := randtest.New(t)
 	for range 200 {
 		j := job[float32]{kn: &kernels[float32]{mr: 1 + r.IntN(14), pairs: r.IntN(2) == 0}}
 		j.m, j.k, j.transA = 1+r.IntN(100), 1+r.IntN(1200), r.IntN(2) == 0

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // guarded returns n elements that end at an inaccessible page, so that accesses beyond them crash.
@@ -46,7 +47,7 @@ func TestGemmStaysInBounds(t *testing.T) {
 }
 
 func testBounds[T cpu.Float](t *testing.T) {
-	r := cputest.Rand(t)
+	r := randtest.New(t)
 	for _, s := range [][3]int{{1, 5, 3}, {3, 17, 21}, {13, 31, 16}, {20, 70, 33},
 		{31, 33, 257}, {30, 100, 15}} {
 		for trans := range 4 {

@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/internal/allocs"
-	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // The race detector makes sync.Pool drop values at random, so this test is excluded from such
@@ -14,7 +14,7 @@ import (
 
 // TestAllocations checks that a pass allocates nothing after the first time.
 func TestAllocations(t *testing.T) {
-	p, _ := newLayerRun(t, cputest.Rand(t), 300, 64, 16, 0, 1)
+	p, _ := newLayerRun(t, randtest.New(t), 300, 64, 16, 0, 1)
 	if n := allocs.PerRun(20, func() {
 		p.Forward(p.y, p.x, p.weights, p.scales)
 		p.Backward(p.dx, p.dw, p.da, p.g, p.x, p.weights, p.scales)

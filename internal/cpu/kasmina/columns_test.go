@@ -13,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/figures"
 	"github.com/kasmina-go/kasmina/internal/cpu/kasmina/strip"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
@@ -101,7 +102,7 @@ func sameFigures(t *testing.T, what string, seed int, got, want *figures.Chunk, 
 // all kinds in all situations.
 func TestStrips(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
-		r := cputest.Rand(t)
+		r := randtest.New(t)
 		for _, s := range []struct{ rows, seeds, chunk int }{
 			{1, 1, 1}, {3, 70, 1}, {9, 65, 2}, {8, 100, 3}, {300, 70, 4}, {13, 53, 5}, {17, 40, 8},
 			{9, 33, 12}, {70, 40, 16}, {4, 32, 17}, {257, 32, 16},
@@ -146,7 +147,7 @@ func TestStrips(t *testing.T) {
 // the results of other seeds, and are excluded from the figures.
 func TestStripsNonFinite(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
-		r := cputest.Rand(t)
+		r := randtest.New(t)
 		for _, chunk := range []int{1, 3, 4, 16, 40, 300} {
 			const rows, seeds = 21, 40
 			clean, _ := newLayerRun(t, r, rows, seeds, chunk, 0, 1)
@@ -204,7 +205,7 @@ func TestStripsNonFinite(t *testing.T) {
 // depend on the number of cores.
 func TestStripsBits(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
-		r := cputest.Rand(t)
+		r := randtest.New(t)
 		p, _ := newLayerRun(t, r, 530, 96, 12, 0, 1)
 		for i := range p.x {
 			if i%7 == 0 {
@@ -249,7 +250,7 @@ func TestStripsBits(t *testing.T) {
 func TestStreams(t *testing.T) {
 	defer func(n int) { strip.Streamed = n }(strip.Streamed)
 	cputest.EachISA(t, func(t *testing.T) {
-		p, _ := newLayerRun(t, cputest.Rand(t), 300, 64, 16, 0, 1)
+		p, _ := newLayerRun(t, randtest.New(t), 300, 64, 16, 0, 1)
 		strip.Streamed = 1 << 40
 		p.run()
 		y, dx := slices.Clone(p.y), slices.Clone(p.dx)

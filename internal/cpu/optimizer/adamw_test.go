@@ -6,10 +6,11 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 func TestAdamWFollowsTheFormula(t *testing.T) {
-	r := cputest.Rand(t)
+	r := randtest.New(t)
 	const n = 3*cpu.VectorGrain + 5
 	p, g, m, v := cputest.Normals(r, n), cputest.Normals(r, n),
 		cputest.Normals(r, n), cputest.Normals(r, n)

@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // nsReference is the iteration in float64 by the formula, with plain loops and without transposing.
@@ -55,7 +56,7 @@ func nsReference(x []float64, rows, cols, steps int) []float64 {
 }
 
 func TestNewtonSchulzFollowsTheFormula(t *testing.T) {
-	r := cputest.Rand(t)
+	r := randtest.New(t)
 	for _, s := range [][3]int{{1, 1, 5}, {1, 7, 3}, {7, 1, 3}, {5, 5, 5}, {3, 11, 5}, {11, 3, 5},
 		{33, 65, 5}, {65, 33, 1}} {
 		rows, cols, steps := s[0], s[1], s[2]
@@ -81,7 +82,7 @@ func TestNewtonSchulzFollowsTheFormula(t *testing.T) {
 // TestNewtonSchulzOrthogonalizes checks that five steps make a well-conditioned matrix nearly
 // orthogonal: y·yᵀ is close to the identity.
 func TestNewtonSchulzOrthogonalizes(t *testing.T) {
-	r := cputest.Rand(t)
+	r := randtest.New(t)
 	const m, n = 8, 200
 	y := make([]float64, m*n)
 	NewtonSchulz(y, cputest.Normals(r, m*n), m, n, 5)
@@ -113,7 +114,7 @@ func TestNewtonSchulzZeroStaysZero(t *testing.T) {
 }
 
 func TestNewtonSchulzBackwardAgreesWithDifferences(t *testing.T) {
-	r := cputest.Rand(t)
+	r := randtest.New(t)
 	for _, s := range [][3]int{{1, 1, 2}, {4, 4, 3}, {3, 6, 5}, {6, 3, 5}} {
 		rows, cols, steps := s[0], s[1], s[2]
 		x, g := cputest.Normals(r, rows*cols), cputest.Normals(r, rows*cols)

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // TestRows compares the row kernels of every instruction set with the same code in float64, for all
@@ -78,7 +79,7 @@ func TestRows(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			cputest.EachISA(t, func(t *testing.T) {
-				r := cputest.Rand(t)
+				r := randtest.New(t)
 				for _, n := range append(span(0, 70), 255, 1000, 1025) {
 					var buffers, x [6][]float32
 					var want [6][]float64

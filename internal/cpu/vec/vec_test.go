@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // ulps returns the difference of got and want in units in the last place of a float32 of want's
@@ -29,7 +30,7 @@ func ulps(got float32, want float64) float64 {
 }
 
 func TestExp(t *testing.T) {
-	r := cputest.Rand(t)
+	r := randtest.New(t)
 	inf := float32(math.Inf(1))
 	x := []float32{0, float32(math.Copysign(0, -1)), 1, -1, inf, -inf, float32(math.NaN()),
 		88.72283, 88.72284, 89, 1e30, -1e30,
@@ -56,7 +57,7 @@ func TestExp(t *testing.T) {
 
 func TestExpSubAndMax(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
-		r := cputest.Rand(t)
+		r := randtest.New(t)
 		for n := range 100 {
 			x := cputest.Normal(r, n, 5)
 			if n > 3 {
@@ -107,7 +108,7 @@ func TestExpSubAndMax(t *testing.T) {
 
 func TestSiLUMulKernels(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
-		r := cputest.Rand(t)
+		r := randtest.New(t)
 		for n := range 100 {
 			a, b, g := cputest.Normal(r, n, 1+50*r.Float64()), cputest.Normal(r, n, 1),
 				cputest.Normal(r, n, 1)
@@ -153,7 +154,7 @@ func TestSiLUMulKernels(t *testing.T) {
 // and in a partial one.
 func TestVectorsDependOnNoPosition(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
-		r := cputest.Rand(t)
+		r := randtest.New(t)
 		a, b := cputest.Normal(r, 77, 3), cputest.Normal(r, 77, 3)
 		whole, part := make([]float32, 77), make([]float32, 77)
 		SiLUMul(whole, a, b)
@@ -167,7 +168,7 @@ func TestVectorsDependOnNoPosition(t *testing.T) {
 }
 
 func TestVectorsInFloat64(t *testing.T) {
-	r := cputest.Rand(t)
+	r := randtest.New(t)
 	x, y := make([]float64, 33), make([]float64, 33)
 	for i := range x {
 		x[i] = r.NormFloat64()

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/opcase"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // Machine computes a graph.
@@ -49,10 +50,7 @@ func (tape) Value(n *gorgonia.Node) (gorgonia.Value, error) { return n.Value(), 
 // gradients with the float64 gradients of Gorgonia's tape machine. The tests of package op compare the
 // latter with central differences.
 func Run(t *testing.T, s Setup) {
-	seed := rand.Uint64()
-	t.Logf("random seed %d", seed)
-	r := rand.New(rand.NewPCG(seed, 0))
-
+	r := randtest.New(t)
 	for _, o := range opcase.All {
 		if o.Cases == nil || s.Kernels && o.Host {
 			continue

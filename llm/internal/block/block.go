@@ -146,6 +146,12 @@ type Builder struct {
 	// computes. Attention then reads cached keys and values.
 	Position *gorgonia.Node
 
+	// Spans, if not nil, says which tokens of which sequences the rows of the graph belong to. Attention
+	// then reads the cached keys and values of these sequences.
+	Spans *kvcache.Spans
+
+	attentions int // attention layers built so far with Spans
+
 	// for each block built so far: keys and values, or with a Position the cached attentions
 	Keys, Values, Cached gorgonia.Nodes
 }
@@ -302,11 +308,17 @@ func (p *parts) attention(h *gorgonia.Node) *gorgonia.Node {
 	v := p.linear(h, "self_attn.v_proj")
 	q := p.project(h, "self_attn.q_proj", qNorm, p.Heads)
 	k := p.project(h, "self_attn.k_proj", kNorm, p.KVHeads)
-	if p.Position != nil {
+	cached := kvcache.Config{Heads: p.Heads, KVHeads: p.KVHeads, HeadDim: p.HeadDim, Capacity: p.Seq,
+		RoPE: p.rope(), Window: p.Window, Scale: p.Scale}
+	switch {
+	case p.Spans != nil:
+		p.attentions++
+		return p.do(func() (*gorgonia.Node, error) {
+			return kvcache.BatchAttention(q, k, v, p.Spans, p.attentions-1, cached)
+		})
+	case p.Position != nil:
 		y := p.do(func() (*gorgonia.Node, error) {
-			return kvcache.Attention(q, k, v, p.Position, kvcache.Config{Heads: p.Heads,
-				KVHeads: p.KVHeads, HeadDim: p.HeadDim, Capacity: p.Seq, RoPE: p.rope(),
-				Window: p.Window, Scale: p.Scale})
+			return kvcache.Attention(q, k, v, p.Position, cached)
 		})
 		p.Cached = append(p.Cached, y)
 		return y
@@ -337,7 +349,7 @@ func (p *parts) project(h *gorgonia.Node, name, norm string, heads int) *gorgoni
 	}
 
 	r := p.rope()
-	if r == nil || p.Position != nil {
+	if r == nil || p.Position != nil || p.Spans != nil {
 		return y
 	}
 

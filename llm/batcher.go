@@ -1,0 +1,453 @@
+package llm
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/op/kvcache"
+)
+
+// BatcherOptions configure a [Batcher]. Zero values select the defaults.
+type BatcherOptions struct {
+	// Texts is the maximum number of texts that get a token in one pass over the model. The default is
+	// 32.
+	Texts int
+	// Rows is the maximum number of tokens in a pass. Longer prompts take several passes, between which
+	// other texts get tokens. The default is 128.
+	Rows int
+	// Kept is the number of tokens of earlier texts whose keys and values are kept, for texts that start
+	// alike, such as the turns of a conversation. The default is 4096; a negative number keeps none.
+	Kept int
+}
+
+// Batcher continues any number of texts at the same time, on the CPU. Each pass over the model computes
+// one token for every text that waits for one, so the weights are read once for all of them. Texts may
+// join and leave between any two passes (Yu et al., "Orca: A Distributed Serving System for
+// Transformer-Based Generative Models", 2022).
+//
+// Any number of goroutines may use a Batcher at the same time. While a trainer runs, each pass waits for the
+// end of the current step.
+type Batcher struct {
+	model   *Model
+	options BatcherOptions
+	stop    func(error)
+	stopped context.Context
+	done    chan struct{}
+
+	mu      sync.Mutex
+	waiting []*batchJob
+	arrived chan struct{} // receives a value after a job has joined those waiting
+
+	// The following belong to the goroutine that runs the passes.
+	graphs   map[batchedRows]Runner // without spans in the key
+	spans    kvcache.Spans
+	kept     []*batchText // most recently used first
+	seen     uint64       // changes of the model at the last pass
+	shape    uint64       // and the state of its blocks
+	attached []attachedSeed
+	last     time.Duration // time of the last pass
+}
+
+// batchedRows describes a graph whose rows are tokens of any sequences.
+type batchedRows struct {
+	rows, wanted int // tokens, and how many of them get logits
+	spans        *kvcache.Spans
+}
+
+// withBatchedRows makes a ForLogits graph process tokens of any sequences. Config.Seq, or the window of
+// WithWindow, limits the positions.
+func withBatchedRows(r batchedRows) GraphOption { return func(b *graphBuilder) { b.batched = &r } }
+
+// A batchText is a text as far as it has been computed.
+type batchText struct {
+	tokens   []int
+	sequence *kvcache.Sequence
+	seen     uint64 // changes of the model when it was computed
+}
+
+// A batchJob asks for the logits that follow a text.
+type batchJob struct {
+	ctx    context.Context
+	tokens []int      // the whole text
+	text   *batchText // keys and values of some first tokens; nil before the first pass
+	logits any
+	err    error
+	done   chan struct{}
+}
+
+// errBatcherClosed is the cause of the errors of texts that a closed Batcher cannot continue.
+var errBatcherClosed = errors.New("the batcher has been closed")
+
+// NewBatcher returns a batcher for a model. Close frees its memory.
+func NewBatcher(m *Model, o BatcherOptions) (*Batcher, error) {
+	if err := checkMade(m); err != nil {
+		return nil, fmt.Errorf("llm: NewBatcher: %w", err)
+	}
+
+	o.Texts, o.Rows, o.Kept = cmp.Or(o.Texts, 32), cmp.Or(o.Rows, 128), cmp.Or(o.Kept, 4096)
+	if o.Texts < 1 || o.Rows < o.Texts {
+		return nil, fmt.Errorf("llm: NewBatcher: %d texts and %d rows, want at least one text and as many "+
+			"rows as texts", o.Texts, o.Rows)
+	}
+
+	b := &Batcher{model: m, options: o, arrived: make(chan struct{}, 1), done: make(chan struct{}),
+		graphs: map[batchedRows]Runner{}}
+	var stop context.CancelCauseFunc
+	b.stopped, stop = context.WithCancelCause(context.Background())
+	b.stop = stop
+
+	// Fail now rather than at the first text if the model cannot be computed in batches.
+	if err := b.prepare(); err != nil {
+		return nil, fmt.Errorf("llm: NewBatcher: %w", err)
+	}
+
+	go b.run()
+	return b, nil
+}
+
+// Generator returns a generator whose texts are computed together with those of the batcher's other
+// generators. Several goroutines may use it at the same time.
+func (b *Batcher) Generator() *Generator { return GeneratorOf(b.model.Config, b.Decoder) }
+
+// Decoder returns a function that computes the logits for the token that follows a text. See
+// [Engine].
+func (b *Batcher) Decoder() (func(ctx context.Context, tokens []int) (any, error), error) {
+	var text *batchText
+	return func(ctx context.Context, tokens []int) (any, error) {
+		if err := b.check(tokens); err != nil {
+			return nil, err
+		}
+		j := &batchJob{ctx: ctx, tokens: slices.Clone(tokens), text: text, done: make(chan struct{})}
+		text = nil // until the job has ended without an error
+
+		b.mu.Lock()
+		b.waiting = append(b.waiting, j)
+		b.mu.Unlock()
+		select {
+		case b.arrived <- struct{}{}:
+		default:
+		}
+
+		select {
+		case <-j.done:
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		case <-b.done: // after the last pass
+			return nil, context.Cause(b.stopped)
+		}
+		if j.err == nil {
+			text = j.text
+		}
+		return j.logits, j.err
+	}, nil
+}
+
+// check returns an error for tokens that no model of this size can follow.
+func (b *Batcher) check(tokens []int) error {
+	if n := len(tokens); n == 0 || n > b.model.Config.Seq {
+		return fmt.Errorf("there are %d tokens, want 1 to %d", n, b.model.Config.Seq)
+	}
+	return b.model.Config.Knows(slices.Values(tokens))
+}
+
+// Close stops the batcher and frees its memory. Texts that are being continued get an error.
+func (b *Batcher) Close() error {
+	b.stop(errBatcherClosed)
+	<-b.done
+	err := b.closeGraphs()
+	b.kept = nil
+	return err
+}
+
+func (b *Batcher) closeGraphs() (err error) {
+	for key, r := range b.graphs {
+		err = errors.Join(err, r.close())
+		delete(b.graphs, key)
+	}
+	return err
+}
+
+// run makes passes until the batcher is closed.
+func (b *Batcher) run() {
+	defer close(b.done)
+	expected := 0 // texts that got logits in the last pass and are likely to ask for more at once
+	for {
+		jobs, ok := b.next(expected)
+		if !ok {
+			return
+		}
+
+		began := time.Now()
+		finished, err := b.pass(jobs)
+		b.last = time.Since(began)
+		if err != nil {
+			for _, j := range jobs {
+				j.err = err
+			}
+			finished = jobs
+		}
+		for _, j := range finished {
+			close(j.done)
+		}
+
+		b.mu.Lock()
+		b.waiting = slices.DeleteFunc(b.waiting, func(j *batchJob) bool {
+			return slices.Contains(finished, j)
+		})
+		expected = len(finished) + len(b.waiting)
+		b.mu.Unlock()
+	}
+}
+
+// next waits for jobs and returns those that wait. Since the texts of the last pass ask for their next
+// token only after drawing one, it gives them a moment to do so.
+func (b *Batcher) next(expected int) (jobs []*batchJob, ok bool) {
+	patience := min(b.last/10, time.Millisecond)
+	deadline := time.Now().Add(patience)
+	for {
+		b.mu.Lock()
+		b.waiting = slices.DeleteFunc(b.waiting, func(j *batchJob) bool { return j.ctx.Err() != nil })
+		jobs = slices.Clone(b.waiting)
+		b.mu.Unlock()
+
+		var late <-chan time.Time
+		if len(jobs) > 0 {
+			left := time.Until(deadline)
+			if len(jobs) >= min(expected, b.options.Texts) || left <= 0 {
+				return jobs, b.stopped.Err() == nil
+			}
+			late = time.After(left)
+		}
+
+		select {
+		case <-b.arrived:
+		case <-late:
+		case <-b.stopped.Done():
+			return nil, false
+		}
+	}
+}
+
+// pass computes tokens of the given jobs, and returns the jobs that now have their logits.
+func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
+	defer take(b.model)()
+	if err := b.prepare(); err != nil {
+		return nil, err
+	}
+
+	chosen := b.choose(jobs)
+	spans := make([]kvcache.Span, len(chosen))
+	var finishing []*batchJob
+	var lastRows []int // the rows of their last tokens
+	rows := 0
+	for i, c := range chosen {
+		spans[i] = kvcache.Span{Sequence: c.text.sequence, Start: len(c.text.tokens), Rows: c.rows}
+		rows += c.rows
+		if len(c.text.tokens)+c.rows == len(c.tokens) {
+			finishing, lastRows = append(finishing, c.batchJob), append(lastRows, rows-1)
+		}
+	}
+	if err := b.spans.Set(spans...); err != nil {
+		return nil, err
+	}
+
+	r, err := b.graph(rows, len(finishing))
+	if err != nil {
+		return nil, err
+	}
+	if err := b.let(r.Graph, chosen, lastRows); err != nil {
+		return nil, err
+	}
+	logits, err := r.compute(b.stopped, r.Logits)
+	if err != nil {
+		return nil, err
+	}
+
+	b.spans.Finish()
+	for _, c := range chosen {
+		c.text.tokens = append(c.text.tokens, c.next()...)
+	}
+	for i, j := range finishing {
+		j.logits = copyOfRow(logits, i, r.Logits.Shape()[1])
+		b.keep(j.text)
+	}
+
+	return finishing, nil
+}
+
+// A batchShare is a job's share of a pass: the number of its tokens that follow its text.
+type batchShare struct {
+	*batchJob
+	rows int
+}
+
+// next returns the tokens of the share.
+func (c batchShare) next() []int { return c.tokens[len(c.text.tokens):][:c.rows] }
+
+// choose divides the rows of a pass among the jobs. Texts that lack a single token come first, so that
+// long prompts do not hold up texts that are being continued. The rest goes to the prompts that have
+// waited longest.
+func (b *Batcher) choose(jobs []*batchJob) (chosen []batchShare) {
+	left := b.options.Rows
+	assign := func(j *batchJob, rows int) {
+		if n := min(rows, left); n > 0 {
+			chosen, left = append(chosen, batchShare{j, n}), left-n
+		}
+	}
+
+	var prompts []*batchJob
+	for _, j := range jobs {
+		b.locate(j)
+		switch missing := len(j.tokens) - len(j.text.tokens); {
+		case missing > 1:
+			prompts = append(prompts, j)
+		case len(chosen) < b.options.Texts:
+			assign(j, 1)
+		}
+	}
+	for _, j := range prompts {
+		assign(j, len(j.tokens)-len(j.text.tokens))
+	}
+
+	return chosen
+}
+
+// locate ensures that a job has a text whose tokens are the job's first tokens, but not all of them.
+func (b *Batcher) locate(j *batchJob) {
+	if t := j.text; t != nil && t.seen == b.seen && commonPrefix(t.tokens, j.tokens) == len(t.tokens) &&
+		len(t.tokens) < len(j.tokens) {
+		return
+	}
+
+	most, longest := 0, &batchText{sequence: &kvcache.Sequence{}}
+	for _, t := range b.kept {
+		if n := min(commonPrefix(t.tokens, j.tokens), len(j.tokens)-1); n > most {
+			most, longest = n, t
+		}
+	}
+	j.text = &batchText{tokens: slices.Clone(longest.tokens[:most]),
+		sequence: longest.sequence.Prefix(most), seen: b.seen}
+}
+
+// commonPrefix returns the number of tokens that two texts share at their start.
+func commonPrefix(a, b []int) int {
+	n := 0
+	for n < len(a) && n < len(b) && a[n] == b[n] {
+		n++
+	}
+	return n
+}
+
+// keep makes a text available to texts that start like it, and forgets those not used for longest.
+func (b *Batcher) keep(t *batchText) {
+	b.kept = slices.DeleteFunc(b.kept, func(k *batchText) bool { return k == t })
+	b.kept = slices.Insert(b.kept, 0, t)
+	tokens := 0
+	for i, k := range b.kept {
+		if tokens += len(k.tokens); tokens > b.options.Kept {
+			clear(b.kept[i:])
+			b.kept = b.kept[:i]
+			return
+		}
+	}
+}
+
+// prepare takes note of changes of the model since the last pass.
+func (b *Batcher) prepare() error {
+	if now := changesOf(b.model); now != b.seen || len(b.graphs) == 0 {
+		if err := pull(b.model, paramNames(b.model)...); err != nil {
+			return err
+		}
+		b.seen, b.kept = now, nil
+	}
+
+	shape, attached := shapeOf(b.model), attachedTo(b.model.Kasmina)
+	if b.shape != shape || !slices.Equal(b.attached, attached) {
+		b.shape, b.attached = shape, attached
+		if err := b.closeGraphs(); err != nil {
+			return err
+		}
+	}
+
+	_, err := b.graph(1, 1)
+	return err
+}
+
+// mostGraphs is the number of graphs that are kept for different numbers of rows.
+const mostGraphs = 24
+
+// graph returns a graph with at least the given number of rows.
+func (b *Batcher) graph(rows, wanted int) (Runner, error) {
+	key := batchedRows{rows: roundRows(rows), wanted: roundRows(max(1, wanted))}
+	if r, ok := b.graphs[key]; ok {
+		return r, nil
+	}
+
+	if len(b.graphs) == mostGraphs {
+		if err := b.closeGraphs(); err != nil {
+			return Runner{}, err
+		}
+	}
+
+	with := key
+	with.spans = &b.spans
+	g, err := BuildGraph(b.model.Parts(), ForLogits, 1, withBatchedRows(with))
+	if err != nil {
+		return Runner{}, err
+	}
+	r, err := runnerOnCPU(g)
+	if err == nil {
+		b.graphs[key] = r
+	}
+	return r, err
+}
+
+// roundRows rounds up to a power of two or three quarters of one, so that few graphs serve all passes.
+func roundRows(n int) int {
+	power := 1
+	for power < n {
+		power *= 2
+	}
+	if power >= 4 && n <= power/4*3 {
+		return power / 4 * 3
+	}
+	return power
+}
+
+// let feeds the shares' tokens to a graph, and selects the rows that get logits. The rest of the rows
+// belongs to no text.
+func (b *Batcher) let(g *Graph, chosen []batchShare, wanted []int) error {
+	rows := g.IDs.Shape()[0]
+	ids := make([]int, 0, rows)
+	for _, c := range chosen {
+		ids = append(ids, c.next()...)
+	}
+	if err := gorgonia.Let(g.IDs, idTensor(ids[:rows])); err != nil {
+		return err
+	}
+
+	if g.Positions != nil {
+		if err := gorgonia.Let(g.Positions, idTensor(b.spans.Positions(rows))); err != nil {
+			return err
+		}
+	}
+
+	selected := make([]int, g.Rows.Shape()[0])
+	copy(selected, wanted)
+	return gorgonia.Let(g.Rows, idTensor(selected))
+}
+
+// copyOfRow returns a row of a matrix of logits.
+func copyOfRow(logits any, row, width int) any {
+	if x, ok := logits.([]float32); ok {
+		return slices.Clone(x[row*width:][:width])
+	}
+	return slices.Clone(logits.([]float64)[row*width:][:width])
+}

@@ -1,0 +1,219 @@
+package llm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/randtest"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+)
+
+func newBatcher(t *testing.T, m *Model, o BatcherOptions) *Batcher {
+	t.Helper()
+	b, err := NewBatcher(m, o)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, b.Close()) })
+	return b
+}
+
+// TestBatcher continues texts of random lengths at the same time, up to and beyond the window, and
+// compares the logits of every token with a pass over the text alone.
+func TestBatcher(t *testing.T) {
+	learned := tiny()
+	learned.Positions, learned.Blocks = learned.Seq, []Block{{NoRoPE: true}, {NoRoPE: true}}
+	window := tiny()
+	window.Blocks = []Block{{Window: 3}, {}}
+	kasmina := tiny()
+	kasmina.SlotWidth, kasmina.Untied = 16, true
+	for name, c := range map[string]Config{"plain": tiny(), "learned positions": learned, "window": window,
+		"Kasmina layers": kasmina} {
+		t.Run(name, func(t *testing.T) {
+			r := randtest.New(t)
+			m, err := NewModel(c, tensor.Float64, 1)
+			require.NoError(t, err)
+			whole := wholeLogits(t, m)
+			defer whole.Machine.Close()
+			var mu sync.Mutex // of whole
+			b := newBatcher(t, m, BatcherOptions{Texts: 3, Rows: 5, Kept: 40})
+
+			var texts sync.WaitGroup
+			for i := range 12 {
+				r := rand.New(rand.NewPCG(r.Uint64(), uint64(i)))
+				texts.Go(func() {
+					next, err := b.Decoder()
+					if err != nil {
+						t.Error(err)
+						return
+					}
+
+					// Some texts start alike.
+					all := []int{i % 3, 5, 6, 7, i % 2}
+					for range r.IntN(c.Seq) {
+						all = append(all, r.IntN(256))
+					}
+					for range c.Seq {
+						seen := all[max(0, len(all)-c.Seq):]
+						got, err := next(t.Context(), seen)
+						if err != nil {
+							t.Error(err)
+							return
+						}
+						mu.Lock()
+						want, err := whole.Next(t.Context(), seen)
+						if err != nil {
+							t.Error(err)
+						} else if off := apartBy(t, got, want); !(off < 1e-13) {
+							t.Errorf("after %d tokens: the logits differ by %.2g", len(all), off)
+						}
+						mu.Unlock()
+						all = append(all, r.IntN(256))
+					}
+				})
+			}
+			texts.Wait()
+		})
+	}
+}
+
+// TestBatcherPasses checks how many passes texts take: one for all that wait, and none for what an earlier
+// text has in common with a new one.
+func TestBatcherPasses(t *testing.T) {
+	c := tiny()
+	c.Seq = 64
+	m, err := NewModel(c, tensor.Float32, 1)
+	require.NoError(t, err)
+	b := newBatcher(t, m, BatcherOptions{Rows: 40})
+	jobs := func(texts ...[]int) (all []*batchJob) {
+		for _, tokens := range texts {
+			all = append(all, &batchJob{ctx: t.Context(), tokens: tokens, done: make(chan struct{})})
+		}
+		return all
+	}
+	long := make([]int, 50)
+	for i := range long {
+		long[i] = 2 * i
+	}
+
+	// The text that lacks one token comes before the prompt, which takes two passes.
+	all := jobs(long, []int{7})
+	finished, err := b.pass(all)
+	require.NoError(t, err)
+	require.Equal(t, all[1:], finished)
+	require.Len(t, all[0].text.tokens, 39)
+	finished, err = b.pass(all[:1])
+	require.NoError(t, err)
+	require.Equal(t, all[:1], finished)
+
+	// Its continuation and a text that starts alike need only what is new.
+	again := jobs(append(long[:50:50], 3), append(long[:48:48], 1, 2, 3), long)
+	again[0].text = all[0].text
+	chosen := b.choose(again)
+	require.Len(t, chosen, 3)
+	require.Equal(t, []int{1, 1, 3}, []int{chosen[0].rows, chosen[1].rows, chosen[2].rows})
+	require.Equal(t, long[49:], chosen[1].next())
+	finished, err = b.pass(again)
+	require.NoError(t, err)
+	require.Len(t, finished, 3)
+	require.Equal(t, all[0].logits, again[2].logits)
+
+	// A change of the model makes all of it worthless.
+	m.changes.Add(1)
+	require.NoError(t, b.prepare())
+	again[0].text.tokens = long
+	require.Equal(t, 40, b.choose(again[:1])[0].rows)
+
+	require.Equal(t, []int{1, 2, 3, 4, 6, 6, 8, 12, 64, 96}, []int{roundRows(1), roundRows(2), roundRows(3),
+		roundRows(4), roundRows(5), roundRows(6), roundRows(7), roundRows(12), roundRows(50), roundRows(65)})
+}
+
+// TestBatcherLeaves checks that a text may be given up at any moment without harm to others, that wrong
+// tokens are refused, and that texts get an error when the batcher is closed.
+func TestBatcherLeaves(t *testing.T) {
+	m, err := NewModel(tiny(), tensor.Float32, 1)
+	require.NoError(t, err)
+	b := newBatcher(t, m, BatcherOptions{Texts: 4, Rows: 8})
+	want := textOf(t, b.Generator(), t.Context(), 1)
+
+	var others sync.WaitGroup
+	for i := range 20 {
+		others.Go(func() {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Duration(i)*time.Millisecond)
+			defer cancel()
+			s, _ := sampler.New(sampler.Config{Temperature: 1, Seed: uint64(i)})
+			for _, err := range b.Generator().Generate(ctx, []int{1, i}, 1000, s) {
+				if err != nil && !errors.Is(err, context.DeadlineExceeded) {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	for range 5 {
+		require.Equal(t, want, textOf(t, b.Generator(), t.Context(), 1))
+	}
+	others.Wait()
+
+	s, err := sampler.New(sampler.Config{})
+	require.NoError(t, err)
+	_, err = collect(b.Generator().Generate(t.Context(), []int{1, 256}, 1, s))
+	require.ErrorContains(t, err, "256")
+	require.Equal(t, want, textOf(t, b.Generator(), t.Context(), 1))
+
+	ended := make(chan error)
+	go func() {
+		_, err := collect(b.Generator().Generate(t.Context(), []int{1}, 1<<30, s))
+		ended <- err
+	}()
+	require.NoError(t, b.Close())
+	require.ErrorIs(t, <-ended, errBatcherClosed)
+	_, err = collect(b.Generator().Generate(t.Context(), []int{1}, 1, s))
+	require.ErrorIs(t, err, errBatcherClosed)
+	require.NoError(t, b.Close())
+
+	_, err = NewBatcher(nil, BatcherOptions{})
+	require.Error(t, err)
+	_, err = NewBatcher(m, BatcherOptions{Texts: 3, Rows: 2})
+	require.ErrorContains(t, err, "as many rows as texts")
+}
+
+// textOf returns a text of 30 tokens that a generator draws.
+func textOf(t *testing.T, g *Generator, ctx context.Context, seed uint64) []int {
+	t.Helper()
+	s, err := sampler.New(sampler.Config{Temperature: 1, Seed: seed})
+	require.NoError(t, err)
+	tokens, err := collect(g.Generate(ctx, []int{3, 1, 4}, 30, s))
+	require.NoError(t, err)
+	return tokens
+}
+
+// BenchmarkBatcher reports the tokens per second of several texts at a time.
+func BenchmarkBatcher(b *testing.B) {
+	c := Config{Vocab: 8192, Dim: 512, Layers: 8, Heads: 8, FF: 1536, Seq: 512}.Default()
+	m, err := NewModel(c, tensor.Float32, 1)
+	require.NoError(b, err)
+	for _, texts := range []int{1, 2, 4, 8, 16, 32} {
+		b.Run(fmt.Sprint(texts), func(b *testing.B) {
+			batcher, err := NewBatcher(m, BatcherOptions{})
+			require.NoError(b, err)
+			defer batcher.Close()
+			var all sync.WaitGroup
+			for i := range texts {
+				all.Go(func() {
+					s, _ := sampler.New(sampler.Config{Temperature: 1, Seed: uint64(i)})
+					if _, err := collect(batcher.Generator().Generate(b.Context(), []int{1}, b.N, s)); err != nil {
+						b.Error(err)
+					}
+				})
+			}
+			all.Wait()
+			b.ReportMetric(float64(texts)*float64(b.N)/b.Elapsed().Seconds(), "tokens/s")
+		})
+	}
+}
