@@ -92,7 +92,7 @@ func (t *Trainer) meet() error { return t.agreeNow(nil) }
 func (t *Trainer) decoder() (logitsFunc, error) {
 	var next logitsFunc
 	var changes uint64
-	renew := func() (err error) {
+	refresh := func() (err error) {
 		if now := changesOf(t.Model); next == nil || now != changes {
 			next, err = t.driver.engine.Decoder()
 			changes = now
@@ -100,13 +100,13 @@ func (t *Trainer) decoder() (logitsFunc, error) {
 		return err
 	}
 
-	if err := t.inTurn(renew); err != nil {
+	if err := t.inTurn(refresh); err != nil {
 		return nil, err
 	}
 
 	return func(ctx context.Context, tokens []int) (logits any, err error) {
 		err = t.inTurn(func() error {
-			if err := renew(); err != nil {
+			if err := refresh(); err != nil {
 				return err
 			}
 			logits, err = next(ctx, tokens)

@@ -93,9 +93,9 @@ func (c *checkpointer) event(e Event) error {
 	}
 
 	c.asked = c.t.steering.saves()
-	apart := c.parts && c.t.parallel()
-	if c.background && !apart && e.Kind == StepEnd && !e.Last {
-		return c.saveBeside(e.Step)
+	inParts := c.parts && c.t.parallel()
+	if c.background && !inParts && e.Kind == StepEnd && !e.Last {
+		return c.saveInBackground(e.Step)
 	}
 
 	return c.save(e.Step)
@@ -191,8 +191,8 @@ func (c *checkpointer) end() error {
 	return release()
 }
 
-// saveBeside starts to write the trainer's state in the background, after any write in progress.
-func (c *checkpointer) saveBeside(step int) error {
+// saveInBackground starts to write the trainer's state in the background, after any write in progress.
+func (c *checkpointer) saveInBackground(step int) error {
 	if err := c.t.agreeNow(c.finish()); err != nil {
 		return err
 	}

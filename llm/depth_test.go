@@ -285,9 +285,9 @@ func TestResumeWhileGrowing(t *testing.T) {
 	}
 }
 
-// TestForgedBefore checks that Resume refuses a checkpoint with an unusable snapshot or an impossible
+// TestForgedSnapshot checks that Resume refuses a checkpoint with an unusable snapshot or an impossible
 // state of the run, and changes nothing.
-func TestForgedBefore(t *testing.T) {
+func TestForgedSnapshot(t *testing.T) {
 	options := trainerOptions{config: deep(), steps: 9}
 	tr := newTrainer(t, options)
 	path := filepath.Join(t.TempDir(), "run")
@@ -386,9 +386,9 @@ func setNaN(data any, at int) {
 	}
 }
 
-// TestGrowthThatCannotBe checks that a run continues with the old model if no engine can be created for
+// TestGrowthWithoutEngine checks that a run continues with the old model if no engine can be created for
 // the grown one.
-func TestGrowthThatCannotBe(t *testing.T) {
+func TestGrowthWithoutEngine(t *testing.T) {
 	never := newTrainer(t, trainerOptions{config: deep(), steps: 8})
 	require.NoError(t, never.Run(context.Background()))
 	tr := newTrainer(t, trainerOptions{config: deep(), steps: 8})

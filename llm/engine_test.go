@@ -110,14 +110,14 @@ func TestSlotsReachTheEngine(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
 	m, e := tr.Model, &mirrored{Engine: tr.driver.engine}
 	tr.driver.engine = e
-	act := func(a state.Action, layer, seed int, to state.Stage, slot int) state.Command {
+	command := func(a state.Action, layer, seed int, to state.Stage, slot int) state.Command {
 		return state.Command{Action: a, Layer: layer, Seed: seed, To: to,
 			Request: state.GerminationRequest{Slot: slot, Kind: blueprints.AttentionGate}}
 	}
 	commands := []state.Command{
-		act(state.Move, 0, 1, state.Cancelled, 0), act(state.Germinate, 0, 0, 0, 1),
-		act(state.Move, 1, 1, state.Cancelled, 0), act(state.Germinate, 1, 0, 0, 1),
-		act(state.Move, 1, 2, state.RolledBack, 0), // restores slot 2
+		command(state.Move, 0, 1, state.Cancelled, 0), command(state.Germinate, 0, 0, 0, 1),
+		command(state.Move, 1, 1, state.Cancelled, 0), command(state.Germinate, 1, 0, 0, 1),
+		command(state.Move, 1, 2, state.RolledBack, 0), // restores slot 2
 	}
 	before := bitsOf(m.Param(blockPrefix(1) + kasminaWeights))
 	e.fail = errors.New("no room")
@@ -140,10 +140,10 @@ func TestSlotsReachTheEngine(t *testing.T) {
 	}
 }
 
-// TestResumeThatTheEngineCannotTake checks that a trainer refuses to work after its engine has failed to
+// TestEngineRefusesCheckpoint checks that a trainer refuses to work after its engine has failed to
 // take a checkpoint. The model on the host is the file's, and the trainer works again after a successful
 // Resume.
-func TestResumeThatTheEngineCannotTake(t *testing.T) {
+func TestEngineRefusesCheckpoint(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	straight := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
 	straight.On(func(e Event) error {

@@ -34,15 +34,15 @@ func NewGenerator(m *Model) (*Generator, error) {
 	if _, err := i.Decoder(); err != nil {
 		return nil, err
 	}
-	return &Generator{m.Config, func() (logitsFunc, error) { return i.beside(m) }, i.Close}, nil
+	return &Generator{m.Config, func() (logitsFunc, error) { return i.lockingDecoder(m) }, i.Close}, nil
 }
 
 // logitsFunc returns the logits for the token that follows the given tokens. See Engine.Decoder.
 type logitsFunc = func(ctx context.Context, tokens []int) (any, error)
 
-// beside returns a decoder that locks the model during each call and uses the parameters that the model
+// lockingDecoder returns a decoder that locks the model during each call and uses the parameters that the model
 // has then.
-func (i *Inference) beside(m *Model) (logitsFunc, error) {
+func (i *Inference) lockingDecoder(m *Model) (logitsFunc, error) {
 	var next logitsFunc
 	var seen uint64
 	return func(ctx context.Context, tokens []int) (any, error) {

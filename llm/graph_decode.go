@@ -20,7 +20,7 @@ import (
 // Only one goroutine may use a Decoding at a time.
 type Decoding struct {
 	model        ModelParts
-	make         func(*Graph) (Machine, error)
+	newMachine   func(*Graph) (Machine, error)
 	least        int    // minimum number of rows of a window
 	initial      int    // initial capacity of the cache in positions
 	window, step Runner // without machines until first used
@@ -42,14 +42,14 @@ const (
 	fewKept = 1024
 )
 
-// NewDecoding returns a decoding of the model as it is at the time of each call. The function make
-// returns the machine for a graph, which must compute the graph's [Graph.Outputs]. If make is nil, the
-// machines run on the CPU.
-func NewDecoding(m ModelParts, make func(*Graph) (Machine, error)) (*Decoding, error) {
-	d := &Decoding{model: m, make: make, least: smallestWindow, initial: fewKept}
-	if make == nil {
+// NewDecoding returns a decoding of the model as it is at the time of each call. The function newMachine
+// returns the machine for a graph, which must compute the graph's [Graph.Outputs]. If newMachine is nil,
+// the machines run on the CPU.
+func NewDecoding(m ModelParts, newMachine func(*Graph) (Machine, error)) (*Decoding, error) {
+	d := &Decoding{model: m, newMachine: newMachine, least: smallestWindow, initial: fewKept}
+	if newMachine == nil {
 		d.least, d.initial = 1, m.Config.Seq // the cache on a CPU grows by itself
-		d.make = func(g *Graph) (Machine, error) {
+		d.newMachine = func(g *Graph) (Machine, error) {
 			r, err := runnerOnCPU(g, g.Outputs()...)
 			return r.Machine, err
 		}
@@ -84,8 +84,8 @@ func (d *Decoding) capacity() int {
 	return d.step.blocks.Seq
 }
 
-// renew closes a runner's machine and replaces it with one for a new graph.
-func (d *Decoding) renew(r *Runner, opt GraphOption) error {
+// replaceRunner closes a runner's machine and replaces it with one for a new graph.
+func (d *Decoding) replaceRunner(r *Runner, opt GraphOption) error {
 	if err := r.close(); err != nil {
 		return err
 	}
@@ -95,7 +95,7 @@ func (d *Decoding) renew(r *Runner, opt GraphOption) error {
 		return err
 	}
 
-	m, err := d.make(g)
+	m, err := d.newMachine(g)
 	if err == nil {
 		*r = Runner{g, m}
 	}
@@ -111,7 +111,7 @@ func (d *Decoding) reserveStep(positions int) error {
 	}
 	before := d.step
 	d.step = Runner{}
-	err := d.renew(&d.step, withPosition(kvcache.Room(max(positions, d.initial), d.model.Config.Seq)))
+	err := d.replaceRunner(&d.step, withPosition(kvcache.Room(max(positions, d.initial), d.model.Config.Seq)))
 	if err == nil && len(d.tokens) > 0 {
 		err = d.keep(before.Machine, before.blocks.Cached, before.blocks.Cached)
 	}
@@ -134,12 +134,12 @@ func (d *Decoding) reserve(tokens int) error {
 		return nil // a device has already allocated the memory
 	}
 
-	return d.renew(&d.window, func(b *graphBuilder) { b.blocks.Seq, b.keeps = rows, true })
+	return d.replaceRunner(&d.window, func(b *graphBuilder) { b.blocks.Seq, b.keeps = rows, true })
 }
 
 // Next returns the logits for the token that follows the given tokens.
 func (d *Decoding) Next(ctx context.Context, tokens []int) (any, error) {
-	if d.make == nil || ctx == nil {
+	if d.newMachine == nil || ctx == nil {
 		return nil, errors.New("llm: the context is nil, or the Decoding is its zero value")
 	}
 

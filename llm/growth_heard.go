@@ -105,8 +105,8 @@ func addTo[T float32 | float64](sum []float32, x []T) []float32 {
 	return sum
 }
 
-// of returns the gradient of a seed's weight.
-func (m heardModel) of(seed int) heardGradient {
+// gradientOf returns the gradient of a seed's weight.
+func (m heardModel) gradientOf(seed int) heardGradient {
 	return m.by[m.config.WeightName(m.config.Weights[seed])]
 }
 
@@ -114,7 +114,7 @@ func (m heardModel) of(seed int) heardGradient {
 func (m heardModel) Norms() []float64 {
 	norms := make([]float64, len(m.config.Weights))
 	for seed := range norms {
-		norms[seed] = m.of(seed).Norm
+		norms[seed] = m.gradientOf(seed).Norm
 	}
 	return norms
 }
@@ -126,7 +126,7 @@ func (m heardModel) Sigma(weights int) func(layer, seed int) []float64 {
 		if layer != weights || seed < 0 || seed >= len(m.config.Weights) {
 			return nil
 		}
-		return m.of(seed).Sigma
+		return m.gradientOf(seed).Sigma
 	}
 }
 
@@ -136,6 +136,6 @@ func (m heardModel) Rows(p Planted) [][]float32 {
 	if p.Site != blueprints.Weight || p.Kind != blueprints.LoRA.String() || m.by == nil {
 		return nil
 	}
-	d := m.of(p.Seed).Directions
+	d := m.gradientOf(p.Seed).Directions
 	return d[:min(len(d), p.Size)]
 }

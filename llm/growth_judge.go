@@ -59,7 +59,7 @@ func (j seedJudge) Add(metrics []state.Metrics) (verdict *trialVerdict, err erro
 			case s.Stage == state.Training:
 				err = j.try(&m, l, with)
 			case slices.Contains(j.Trial, state.Address{Layer: layer, Seed: s.Seed}):
-				verdict = j.beside(&m, with)
+				verdict = j.compareTwin(&m, with)
 			case s.Stage == state.Evaluating || s.Stage == state.FineTuning:
 				err = j.compare(&m, l, with)
 			default:
@@ -75,8 +75,8 @@ func (j seedJudge) Add(metrics []state.Metrics) (verdict *trialVerdict, err erro
 	return verdict, nil
 }
 
-// beside compares the model with its twin and returns the verdict.
-func (j seedJudge) beside(m *state.SeedMetrics, with []float64) *trialVerdict {
+// compareTwin compares the model with its twin and returns the verdict.
+func (j seedJudge) compareTwin(m *state.SeedMetrics, with []float64) *trialVerdict {
 	if len(j.Without) == len(with) {
 		scoreSeed(m, with, j.Without)
 	} else { // the twin has diverged

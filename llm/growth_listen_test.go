@@ -8,9 +8,9 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// made returns an out×in matrix with the given singular values, and its right singular vectors. The
+// matrixOf returns an out×in matrix with the given singular values, and its right singular vectors. The
 // singular vectors are columns of Householder reflections, in a different order than their values.
-func made(out, in int, sigma []float64, r *rand.Rand) (g []float32, right [][]float64) {
+func matrixOf(out, in int, sigma []float64, r *rand.Rand) (g []float32, right [][]float64) {
 	vectors := func(n int) [][]float64 {
 		v, square := make([]float64, n), 0.0
 		for i := range v {
@@ -44,15 +44,15 @@ func made(out, in int, sigma []float64, r *rand.Rand) (g []float32, right [][]fl
 	return g, right
 }
 
-// TestHear checks that hearGradient finds the largest singular values and their directions for matrices
+// TestHearGradient checks that hearGradient finds the largest singular values and their directions for matrices
 // of various shapes, and that its result is reproducible.
-func TestHear(t *testing.T) {
+func TestHearGradient(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for _, shape := range [][2]int{{40, 70}, {70, 40}, {12, 12}, {300, 20}} {
 		out, in := shape[0], shape[1]
 		sigma := []float64{1, 9, 0.01, 4, 2, 0.5, 0.1, 0.05}
 		order := []int{1, 3, 4, 0, 5}
-		g, right := made(out, in, sigma, r)
+		g, right := matrixOf(out, in, sigma, r)
 		h := hearGradient(g, out, in, len(order))
 		square := 0.0
 		for _, s := range sigma {
@@ -74,9 +74,9 @@ func TestHear(t *testing.T) {
 	}
 }
 
-// TestHearLittle checks that hearGradient returns no more directions than the rank of the gradient, and
+// TestHearLowRank checks that hearGradient returns no more directions than the rank of the gradient, and
 // none if it is 0 or not finite.
-func TestHearLittle(t *testing.T) {
+func TestHearLowRank(t *testing.T) {
 	g := make([]float32, 6*5)
 	require.Empty(t, hearGradient(g, 6, 5, 3).Directions)
 	for i := range 5 {

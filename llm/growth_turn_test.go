@@ -39,9 +39,9 @@ func (c replanting) Decide(reports []state.Report) []state.Command {
 	return do(state.Recycle, 0)
 }
 
-// TestBesideAGrowingRun makes all calls that are allowed from other goroutines while a run keeps
+// TestConcurrentCallsWhileGrowing makes all calls that are allowed from other goroutines while a run keeps
 // replacing its parameters and its engine. The race detector finds calls that do not lock the model.
-func TestBesideAGrowingRun(t *testing.T) {
+func TestConcurrentCallsWhileGrowing(t *testing.T) {
 	c := tiny()
 	c.Weights = c.WeightSites("q")
 	m, err := NewModel(c, tensor.Float32, 7, state.WithoutGates(), state.WithEmbargo(0))
@@ -109,14 +109,14 @@ func TestBesideAGrowingRun(t *testing.T) {
 
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	var beside sync.WaitGroup
+	var callers sync.WaitGroup
 	rounds := 60
 	if testing.Short() {
 		rounds = 15
 	}
 
 	for _, call := range calls {
-		beside.Go(func() {
+		callers.Go(func() {
 			for range rounds {
 				call()
 				time.Sleep(time.Millisecond)
@@ -124,9 +124,9 @@ func TestBesideAGrowingRun(t *testing.T) {
 		})
 	}
 
-	go func() { beside.Wait(); cancel() }()
+	go func() { callers.Wait(); cancel() }()
 	err = tr.Run(ctx)
-	beside.Wait()
+	callers.Wait()
 	if !errors.Is(err, context.Canceled) {
 		t.Fatal(err)
 	}

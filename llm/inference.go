@@ -24,12 +24,12 @@ type Inference struct {
 	decoding *Decoding
 }
 
-// InferenceOf returns an inference for a model with values that only the machines created by make know.
+// InferenceOf returns an inference for a model with values that only the machines created by newMachine know.
 // Close closes the machines and then calls owner to free the rest.
-func InferenceOf(c Config, make func(*Graph) (Machine, error),
+func InferenceOf(c Config, newMachine func(*Graph) (Machine, error),
 	owner func() error) *Inference {
 	m := Outline(c)
-	return &Inference{Make: make, outline: &m, owner: owner}
+	return &Inference{Make: newMachine, outline: &m, owner: owner}
 }
 
 var errNoModel = errors.New("llm: an Inference needs a Model from NewModel or LoadModel")

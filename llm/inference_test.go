@@ -59,9 +59,9 @@ func (c counted) Close() error {
 	return c.Machine.Close()
 }
 
-// TestOf checks that the graphs of an outline match the model's except for their values, and that the
+// TestInferenceOf checks that the graphs of an outline match the model's except for their values, and that the
 // owner of the values is closed last.
-func TestOf(t *testing.T) {
+func TestInferenceOf(t *testing.T) {
 	c := Config{Vocab: 19, Dim: 8, Layers: 1, Heads: 2, Seq: 12}.Default()
 	m, err := NewModel(c, tensor.Float32, 1)
 	require.NoError(t, err)

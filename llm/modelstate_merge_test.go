@@ -43,20 +43,20 @@ func TestMerge(t *testing.T) {
 	for site, seeds := range map[blueprints.Site]int{blueprints.Weight: len(c.Weights),
 		blueprints.Stream: len(c.Streams)} {
 		var all []int
-		apart := []modelState{now, before}
+		oneByOne := []modelState{now, before}
 		for seed := range seeds {
 			all = append(all, seed)
-			apart, err = mergeSeeds(site, []int{seed}, 7, apart[0], apart[1:]...)
+			oneByOne, err = mergeSeeds(site, []int{seed}, 7, oneByOne[0], oneByOne[1:]...)
 			require.NoError(t, err)
 		}
 		together, err := mergeSeeds(site, all, 7, now, before)
 		require.NoError(t, err)
 		for i := range together {
-			require.Equal(t, apart[i].Config, together[i].Config)
-			require.Len(t, together[i].Params, len(apart[i].Params))
+			require.Equal(t, oneByOne[i].Config, together[i].Config)
+			require.Len(t, together[i].Params, len(oneByOne[i].Params))
 			for j, p := range together[i].Params {
-				require.Equal(t, apart[i].Params[j].Name, p.Name)
-				require.Equal(t, apart[i].Params[j].Value.Data(), p.Value.Data(), p.Name)
+				require.Equal(t, oneByOne[i].Params[j].Name, p.Name)
+				require.Equal(t, oneByOne[i].Params[j].Value.Data(), p.Value.Data(), p.Name)
 			}
 		}
 		_, err = mergeSeeds(site, []int{seeds}, 7, now)

@@ -125,9 +125,9 @@ func TestSitesResume(t *testing.T) {
 	}
 }
 
-// TestSitesBesideDepth checks that seeds at weights and in the stream survive growth in depth, whether
+// TestSitesWhileDepthGrows checks that seeds at weights and in the stream survive growth in depth, whether
 // the growth is fossilized or rolled back, and that the run can be resumed after any step.
-func TestSitesBesideDepth(t *testing.T) {
+func TestSitesWhileDepthGrows(t *testing.T) {
 	for _, last := range []state.Stage{state.Fossilized, state.RolledBack} {
 		t.Run(last.String(), func(t *testing.T) {
 			commands := together(blueprints.Weight,
@@ -432,9 +432,9 @@ func TestChunkGraphs(t *testing.T) {
 	require.NotEqual(t, got, noisy)
 }
 
-// TestChunkGraphsThatCannotBe checks that a graph that fails, or has the wrong shape, cancels the seed
+// TestInvalidChunkGraphs checks that a graph that fails, or has the wrong shape, cancels the seed
 // but not the run, and that an existing graph refuses a kind that it does not contain.
-func TestChunkGraphsThatCannotBe(t *testing.T) {
+func TestInvalidChunkGraphs(t *testing.T) {
 	for name, build := range map[string]site.Build{
 		"fails": func(*gorgonia.Node, gorgonia.Nodes, int) (*gorgonia.Node, error) {
 			return nil, errors.New("no such graph")

@@ -346,10 +346,10 @@ func (o *failingState) SetState(s []optim.Tensor) error {
 	return o.AdamW.SetState(s)
 }
 
-// TestTwinThatTheOptimizerRefuses makes the n-th SetState fail among the calls that end a rolled-back
+// TestOptimizerRefusesTwin makes the n-th SetState fail among the calls that end a rolled-back
 // trial. The run must then be resumable from its checkpoint, whether that was saved before or after the
 // failure, with the bits of a run without the failure.
-func TestTwinThatTheOptimizerRefuses(t *testing.T) {
+func TestOptimizerRefusesTwin(t *testing.T) {
 	newOptimizer := func() *failingState {
 		o, err := optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0))
 		require.NoError(t, err)
@@ -494,9 +494,9 @@ func TestNothingAfterAFailedCallback(t *testing.T) {
 	}
 }
 
-// TestResumeBesideASample resumes a checkpoint that needs a different engine while SampleText draws
+// TestResumeWhileSampling resumes a checkpoint that needs a different engine while SampleText draws
 // tokens.
-func TestResumeBesideASample(t *testing.T) {
+func TestResumeWhileSampling(t *testing.T) {
 	c := querySites()
 	c.Seq = 300
 	r := growthRun{config: c, steps: 4}
@@ -595,9 +595,9 @@ func TestRefusedPlantingStartsNoTrial(t *testing.T) {
 	require.Equal(t, other.spent, tr.spent)
 }
 
-// TestTwinThatCannotBeLeft makes the trainer fail to restore its own model after the steps of a twin. The
+// TestTwinCannotBeUnloaded makes the trainer fail to restore its own model after the steps of a twin. The
 // parameters are then the twin's, and must not be saved as the model's.
-func TestTwinThatCannotBeLeft(t *testing.T) {
+func TestTwinCannotBeUnloaded(t *testing.T) {
 	o, err := optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0))
 	require.NoError(t, err)
 	failing := &failingState{AdamW: o}
@@ -617,9 +617,9 @@ func TestTwinThatCannotBeLeft(t *testing.T) {
 	require.ErrorIs(t, tr.Save(filepath.Join(t.TempDir(), "run")), errNoMemory)
 }
 
-// TestRefusedPlantingBesideAnEnd fails to plant a LoRA at the moment when another one ends. The new one
+// TestPlantingRefusedAsAnotherEnds fails to plant a LoRA at the moment when another one ends. The new one
 // must be given up and the old one removed, and the run must continue.
-func TestRefusedPlantingBesideAnEnd(t *testing.T) {
+func TestPlantingRefusedAsAnotherEnds(t *testing.T) {
 	r := growthRun{config: querySites(), steps: 8,
 		engine: func(tr *Trainer, m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
 			for _, p := range m.Config.Planted {

@@ -152,9 +152,9 @@ func (c Config) checkTraits() error {
 // checkTogether checks traits that require or exclude one another.
 func (c Config) checkTogether() error {
 	for _, t := range []struct {
-		set          bool
-		name, others string
-		fits         bool
+		set        bool
+		name, want string
+		fits       bool
 	}{
 		{c.PlainMLP, "PlainMLP", "GELU", c.GELU},
 		{c.MLPBias, "MLPBias", "PlainMLP", c.PlainMLP},
@@ -164,7 +164,7 @@ func (c Config) checkTogether() error {
 			!c.NormPlusOne && !c.QKNorm && !c.PostNorms},
 	} {
 		if t.set && !t.fits {
-			return fmt.Errorf("llm: Config.%s is set, want %s with it", t.name, t.others)
+			return fmt.Errorf("llm: Config.%s is set, want %s with it", t.name, t.want)
 		}
 	}
 
