@@ -1,3 +1,6 @@
+// Package attention has the kernels of multi-head attention with grouped keys, causal masks,
+// sliding windows and packed documents: [Forward], [Backward], and the tables and statistics that
+// they use. NOTES.md explains the kernels' structure and performance.
 package attention
 
 import (
@@ -158,7 +161,7 @@ func (a Backward) Launch(q *kernel.Queue) {
 	c := begin(q, "AttentionBackward", a.Geometry, a.Type, a.Variant, a.Variants(q.Set))
 	c.rows = [8]kernel.Rows{a.Q, a.K, a.V, a.Y, a.G, a.DQ, a.DK, a.DV}
 	c.normalizers, c.stats = a.Normalizers, a.Workspace
-	turnsBack := c.Family == Hopper && c.HeadDim == c.hopperDim() // whether those kernels undo RoPE themselves
+	turnsBack := c.Family == Hopper && c.HeadDim == c.hopperDim() // whether the kernels below undo RoPE themselves
 	if !turnsBack {
 		c.Cos, c.Sin = 0, 0
 	}

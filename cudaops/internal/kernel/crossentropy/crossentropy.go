@@ -1,3 +1,6 @@
+// Package crossentropy has the kernels of the cross-entropy loss. A [Forward] computes the losses
+// of rows of logits, and optionally replaces the logits by their gradient; [Scale] and [Mean]
+// average over a batch.
 package crossentropy
 
 import (

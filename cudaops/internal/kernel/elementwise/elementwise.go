@@ -1,3 +1,5 @@
+// Package elementwise has the kernels of elementwise arithmetic: functions of one array and of two
+// arrays, casts, and scaled sums.
 package elementwise
 
 import (

@@ -1,3 +1,5 @@
+// Package embedding has the kernels that look up rows of a table by ID, and compute the table's
+// gradient in a fixed order.
 package embedding
 
 import (

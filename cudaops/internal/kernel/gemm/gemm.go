@@ -1,3 +1,9 @@
+// Package gemm has matrix products for Hopper that either are faster than cuBLASLt's or fuse other
+// work into the product: gates, RoPE, the statistics of attention, and the cross-entropy of an
+// output layer. [Symmetric] and [NewtonSchulz] serve the Muon optimizer.
+//
+// cuBLASLt computes all other products. NOTES.md and NEWTON-SCHULZ.md explain the structure and
+// performance.
 package gemm
 
 import (

@@ -327,7 +327,7 @@ template <class M, class Schedule, class Right>
 __device__ inline void copyTiles(const M &m, Schedule schedule, int depth, const TensorMap &left, Right right) {
   Tile t;
   for (int i = 0; schedule.take(t);)
-#pragma unroll 1  // for the lack of registers
+#pragma unroll 1  // saves registers
     for (int k = 0; k < depth; k += kDepth, i++) {
       const uint32_t barrier = m.ring.fill(i, M::StageBytes);
       copyBox<false>(m.left(i), left, barrier, k, t.row, 0);
@@ -347,7 +347,7 @@ __device__ inline void copyTiles(const M &m, Schedule schedule, int depth, const
 template <typename T, int TransposeB, class M, class Schedule, class Held>
 __device__ inline void multiplyHeld(const M &m, Schedule schedule, int depth, int worker, Held &held) {
   constexpr uint32_t kOffset = 0x3ffff;  // an address within the block; the bits above are the block's rank
-  constexpr int across = TransposeB ? kPanelBytes : 16, next = TransposeB ? 16 * 128 : 32;  // of the right operand, for 16 of the depth
+  constexpr int across = TransposeB ? kPanelBytes : 16, next = TransposeB ? 16 * 128 : 32;  // step of the right operand for 16 elements of the depth
   const int steps = (depth + kDepth - 1) / kDepth, first = 64 * worker + uniform(threadIdx.x / 32 % 4) * 16;
   Accumulator<1, M::Columns> sums;
   sums.clear();
@@ -398,7 +398,7 @@ __device__ inline void multiplyHeld(const M &m, Schedule schedule, int depth, in
 template <typename T, int TransposeB, class M, class Schedule, class Right, class Hold>
 __device__ inline void multiply(const M &m, const Schedule &schedule, int depth, const TensorMap &left, const Right &right, Hold hold) {
   if (threadIdx.x == 0) {
-    m.ring.init(4 * kCluster * kWorkers);  // one of every warp
+    m.ring.init(4 * kCluster * kWorkers);  // one arrival per warp
     for (int warp = 0; warp < 4 * kWorkers; warp++) decltype(hold(warp))::init(m.barriers(warp));
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -414,7 +414,7 @@ __device__ inline void multiply(const M &m, const Schedule &schedule, int depth,
     auto held = hold(warp);
     multiplyHeld<T, TransposeB>(m, schedule, depth, warp / 4, held);
   }
-  meetCluster();  // the other block may still write here
+  meetCluster();  // the other block may still write to this block's memory
 }
 
 #endif  // HOPPER

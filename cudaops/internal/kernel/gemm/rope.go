@@ -17,9 +17,9 @@ type RoPEProduct struct {
 	Y, X, Weights, Angles gpu.Ptr
 	ScaleX, ScaleWeights  gpu.Ptr // null without Float8
 	Rows, Columns, D      int
-	Turned, Seq, HeadDim  int // of Y and, without Float8, of X and Weights
+	Turned, Seq, HeadDim  int // row r has position r mod Seq
 	Float8                bool
-	Type                  gpu.DType // of Y, and without Float8 of X and Weights
+	Type                  gpu.DType // of Y and, without Float8, of X and Weights
 	Variant               kernel.Variant
 }
 

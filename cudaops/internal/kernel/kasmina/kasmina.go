@@ -1,3 +1,6 @@
+// Package kasmina has the kernels of a Kasmina layer. [Forward] and [Backward] evaluate the seeds
+// of a lattice, which is stored on the device as a [State], and measure their figures. NOTES.md
+// explains the kernels' structure and performance.
 package kasmina
 
 import (
@@ -104,7 +107,7 @@ func (k State) Encode(dst []byte, at func(i int) seed.Seed) error {
 		case !Mixes(s):
 			fields[0][i] = word(s)
 		case k.Wide:
-			s.Learn = s.Learn && s.Alpha != 0 // at 0 there is nothing to learn
+			s.Learn = s.Learn && s.Alpha != 0 // with α = 0 the weights have no gradient
 			words[1+mixing], words[1+k.Seeds+mixing] = uint32(i), word(s)
 			mixing++
 		}

@@ -1,3 +1,6 @@
+// Package kerneltest helps to test kernels: on a GPU, with a [Rig] that checks memory accesses and
+// compares results with references, and without one, on a fake driver that checks the arguments of
+// launches.
 package kerneltest
 
 import (

@@ -1,3 +1,5 @@
+// Package layout has the kernels that copy elements from one layout to another: transpositions,
+// slices, concatenations and repetitions.
 package layout
 
 import (

@@ -1,3 +1,4 @@
+// Package norm has the kernels of RMSNorm and LayerNorm, and of their gradients.
 package norm
 
 import (

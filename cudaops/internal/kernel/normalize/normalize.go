@@ -1,3 +1,4 @@
+// Package normalize has the kernels that divide an array by its norm, and compute the gradient.
 package normalize
 
 import (

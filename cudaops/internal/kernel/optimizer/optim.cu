@@ -2,7 +2,7 @@
 //
 //   norm = gradScale/S·sqrt(Σ g²),   multiplier = gradScale/S·min(1, maxNorm/(norm + 1e-6))
 //
-// Gradients that are clipped apart have a norm and a multiplier of their own.
+// Gradients that are clipped separately have their own norm and multiplier.
 //
 // A chunk's sum of squares is a float. If it overflows although the gradients are finite, the negative root
 // of the sum takes its place. The sum over all chunks is a double.
@@ -75,7 +75,7 @@ __device__ LossScale after(LossScale s, bool skipped) {
   return {isinf(2 * s.scale) ? s.scale : 2 * s.scale, 0, s.skipped};
 }
 
-// Returns the sum of a number of each of 1024 threads to the first thread.
+// Adds up one number from each of 1024 threads. Only the first thread gets the sum.
 __device__ double sumOfBlock(double sum) {
   __shared__ double partial[kWarp];
 #pragma unroll
@@ -95,9 +95,10 @@ __device__ double clipped(double maxNorm, double norm) {
   return maxNorm > 0 && norm == norm ? fmin(1.0, maxNorm / (norm + 1e-6)) : 1;  // NaN stays visible
 }
 
-// Completes the control block and updates the loss scale. scaling is null if the loss is not scaled. apart has a flag for each
-// of the squares, set for gradients that are clipped apart, or is null if there are none. Without squares the norm is 0. If a
-// step is skipped, the norm is the sum of both norms. Launch: one block of 1024 threads.
+// Completes the control block and updates the loss scale. scaling is null if the loss is not
+// scaled. apart has a flag for each of the squares, set for gradients that are clipped separately,
+// or is null if all are clipped together. Without squares the norm is 0. If a step is skipped, the
+// norm is the sum of both norms. Launch: one block of 1024 threads.
 extern "C" __global__ void __launch_bounds__(1024)
     optim_control(Control* control, const float* squares, int count, LossScale* scaling, const unsigned char* apart) {
   double sum = 0, other = 0;

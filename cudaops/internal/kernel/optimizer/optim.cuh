@@ -3,7 +3,7 @@
 #pragma once
 #include "common.cuh"
 
-enum Storage { kF32, kF16, kBF16 };  // the host's driver.DType
+enum Storage { kF32, kF16, kBF16 };  // the host's gpu.DType
 
 // Tensor is a parameter, its gradient and its optimizer state. Addresses are multiples of 16.
 struct Tensor {
@@ -47,14 +47,14 @@ struct LossScale {
 // Control is the control block of a step. The host writes the first part, the kernels the second.
 struct Control {
   double lr, eps;
-  double maxNorm;      // limit of the gradients' norm; 0 for no clipping
-  double gradScale;    // first factor of the gradients, besides 1/loss scale
+  double maxNorm;      // limit on the gradients' norm; 0 for no clipping
+  double gradScale;    // factor of the gradients, in addition to 1/loss scale
 
   bool skipped;        // whether a gradient was NaN or infinite, so that nothing changed
   float norm;          // of the scaled gradients, before clipping
-  float multiplier;    // gradScale / loss scale, times the factor of clipping
+  float multiplier;    // gradScale / loss scale, times the clipping factor
   LossScale next;      // for the next step
-  float apart;         // the same for gradients that are clipped apart
+  float apart;         // multiplier of gradients that are clipped separately
 };
 
 static_assert(sizeof(Tensor) == 160 && sizeof(Control) == 64, "the host lays them out so");
@@ -75,7 +75,7 @@ struct Chunk {
 constexpr int kThreads = 256, kPerAccess = 4, kRounds = 16;
 constexpr int kChunk = kThreads * kPerAccess * kRounds;
 
-// Stored is four consecutive numbers as they are stored. Narrow numbers are in the first half.
+// Stored is four consecutive numbers in their storage type. Narrow numbers are in the first half.
 union Stored {
   Pack<float, 4> f32s;
   Pack<bf16, 4> bf16s;

@@ -1,3 +1,7 @@
+// Package optimizer has the kernels that update parameters. A [Table] lays out many tensors, so
+// that a single launch updates them all. A step computes the norm of all gradients with
+// [GradSquares] and [GradNorm], and then runs [Elementwise], or [Direction] and [Apply] around
+// Muon's iteration.
 package optimizer
 
 import (
@@ -10,7 +14,7 @@ import (
 )
 
 // Tensor describes a parameter, its gradient and optimizer state, and the constants of its update.
-// It is Tensor of optim.cuh. Addresses are multiples of 16.
+// Its layout matches Tensor in optim.cuh. Addresses are multiples of 16.
 type Tensor struct {
 	Param gpu.Ptr // float32
 	Copy  gpu.Ptr // the parameter in CopyType, updated too; may be null
@@ -44,7 +48,7 @@ type Tensor struct {
 // MaxMoments is the largest number of moments that a kernel may have.
 const MaxMoments = 4
 
-// These constants agree with optim.cuh.
+// These constants must match optim.cuh.
 const (
 	threads     = 256
 	rounds      = 16
@@ -57,7 +61,7 @@ const (
 // Table holds tensors laid out on the device for launches that update them all: the tensors, their
 // constants for the current step, and their chunks.
 type Table struct {
-	Tensors []Tensor // as they were at first
+	Tensors []Tensor // as passed to NewTable
 
 	// Chunks is the number of blocks of a launch, and of float32 numbers that sums of squares take.
 	Chunks                   int
@@ -113,14 +117,14 @@ func NewScattered(ctx gpu.Context, alloc kernel.Alloc, tensors []Tensor, chunks 
 // writes the first ControlSettings bytes, and the kernels write the rest.
 type Control struct {
 	LR, Eps   float64
-	MaxNorm   float64 // limit of the gradients' norm; 0 for no clipping
-	GradScale float64 // first factor of the gradients, besides 1/loss scale
+	MaxNorm   float64 // limit on the gradients' norm; 0 for no clipping
+	GradScale float64 // factor of the gradients, in addition to 1/loss scale
 
 	Skipped    bool    // a gradient was NaN or infinite, and nothing changed
 	Norm       float32 // of the gradients, scaled but not clipped
-	Multiplier float32 // GradScale / loss scale, times the factor of clipping
+	Multiplier float32 // GradScale / loss scale, times the clipping factor
 	Next       LossScale
-	Apart      float32 // the same for gradients that are clipped apart
+	Apart      float32 // Multiplier of gradients that are clipped separately
 }
 
 // LossScale is the factor of the loss that lets float16 hold its gradients. It counts the steps
@@ -134,7 +138,7 @@ type LossScale struct {
 // LossScaleBytes is the size of a LossScale in device memory.
 const LossScaleBytes = 12
 
-// Bytes returns the loss scale as it lies in device memory.
+// Bytes returns the loss scale in its device format.
 func (s LossScale) Bytes() []byte { return gpu.Bytes([]LossScale{s}) }
 
 // Sizes of a control block, and of its first part, which the host writes.
@@ -143,10 +147,10 @@ const (
 	ControlSettings = 32
 )
 
-// Bytes returns the control block as it lies in device memory.
+// Bytes returns the control block in its device format.
 func (c Control) Bytes() []byte { return gpu.Bytes([]Control{c}) }
 
-// DecodeControl returns the control block that lies in b.
+// DecodeControl decodes a control block.
 func DecodeControl(b []byte) Control {
 	c := make([]Control, 1)
 	copy(gpu.Bytes(c), b)
@@ -172,7 +176,7 @@ func (p GradSquares) Launch(q *kernel.Queue) {
 //
 // Scale is the LossScale that the gradients were computed with, or null. GradNorm divides them by
 // it and updates it for the next step. Apart has a byte for each sum, which is not 0 if the sum
-// belongs to gradients that are clipped apart. If it is null, there are none.
+// belongs to gradients that are clipped separately. If it is null, all are clipped together.
 type GradNorm struct {
 	Control, Squares, Scale, Apart gpu.Ptr
 	Count                          int

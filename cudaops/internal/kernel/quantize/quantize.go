@@ -1,3 +1,5 @@
+// Package quantize has the kernels that round matrices to float8 with a scale for each row ([Rows])
+// or column ([Columns]), and all weights of a model at once ([Weights]).
 package quantize
 
 import (

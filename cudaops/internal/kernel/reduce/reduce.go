@@ -1,3 +1,5 @@
+// Package reduce has the kernels that compute sums and maxima over rows, columns or whole arrays in
+// a fixed order.
 package reduce
 
 import (

@@ -1,3 +1,4 @@
+// Package rope has the kernels of rotary position embedding.
 package rope
 
 import (

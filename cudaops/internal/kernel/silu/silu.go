@@ -1,3 +1,4 @@
+// Package silu has the kernels of the gates SiLU and GELU, and of their gradients.
 package silu
 
 import (

@@ -1,3 +1,4 @@
+// Package softmax has the kernels of softmax over rows, and of its gradient.
 package softmax
 
 import (
