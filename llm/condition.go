@@ -71,7 +71,7 @@ func (c *condition) on(what change, cause error) {
 
 var errClosed = errors.New("the trainer is closed")
 
-// err returns nil for a trainer that can work with its model, and else why it cannot.
+// err returns nil if the trainer can work with its model, and otherwise an error that says why not.
 func (c condition) err() error {
 	switch c.phase {
 	case incomplete:

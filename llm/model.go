@@ -196,9 +196,9 @@ func (m *Model) NumSeeds() int {
 // errZeroModel is the error for a model that is nil or uninitialized.
 var errZeroModel = errors.New("the model is nil or its zero value: NewModel and LoadModel make one")
 
-// Graph builds the model's computation on batches of the given number of sequences. For
-// graph.ForTraining it includes the gradients of all parameters; run it on a machine made with
-// gorgonia.BindDualValues(g.Params...).
+// Graph builds the model's computation on batches of the given number of sequences. A [ForTraining] graph
+// includes the gradients of the parameters that learn; run it on a machine created with
+// gorgonia.BindDualValues(g.Learning...).
 func (m *Model) Graph(kind GraphKind, batch int, opts ...GraphOption) (*Graph, error) {
 	if err := checkMade(m); err != nil {
 		return nil, fmt.Errorf("llm: Graph: %w", err)

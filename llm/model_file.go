@@ -132,7 +132,6 @@ func configIn(f *modelfile.File) (Config, error) {
 // LoadModel returns an error that locates the damage in a damaged file, ErrDiverged if a parameter is not
 // finite, and ErrArchitecture if the tensors do not match the configuration. It allocates memory only for
 // tensors that the file contains, whatever the configuration claims. Reading stops when ctx is done.
-// tensors that the file contains, whatever the configuration claims. Reading stops when ctx is done.
 func LoadModel(ctx context.Context, path string) (*Model, error) {
 	if ctx == nil {
 		return nil, fmt.Errorf("llm: LoadModel: %w", errNoContext)

@@ -46,8 +46,8 @@ type StepPreparer interface {
 	PrepareStep(Turn) error
 }
 
-// A StepFinisher is a [Part] with a hook after the update of every step, before the callbacks hear of
-// the step.
+// A StepFinisher is a [Part] with a hook after the update of every step, before the callbacks receive its
+// events.
 type StepFinisher interface {
 	Part
 	FinishStep(Turn) error
@@ -85,7 +85,7 @@ var partName = regexp.MustCompile(`^[a-z0-9]+(-[a-z0-9]+)*$`)
 // earlier parts. A part that receives events does so at its position among the callbacks, so add parts
 // before callbacks that save.
 //
-// Add the same parts before Resume as the run had that wrote the checkpoint.
+// Before Resume, add the same parts as in the run that wrote the checkpoint.
 func (t *Trainer) Use(parts ...Part) error {
 	if err := t.made(); err != nil {
 		return fmt.Errorf("llm: Use: %w", err)

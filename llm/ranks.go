@@ -16,8 +16,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// A team is the trainer's position among several ranks. For a single process, its methods return
-// immediately.
+// A team is the trainer's position among several ranks. For a single process, its methods exchange
+// nothing.
 type team struct {
 	t *Trainer
 
@@ -113,8 +113,8 @@ func (r *team) takeHeard() (Parallel, ranks.Heard) {
 // unasked reports whether ranks can skip the exchange between two steps, because they will meet in the
 // next step and none wants to stop.
 //
-// A rank whose callback has failed takes part in the next meeting of the other ranks. Unless a callback
-// has them meet, that is the next step.
+// A rank with a failed callback takes part in the next meeting of the other ranks, which is the next step
+// unless a callback calls a meeting earlier.
 func (r *team) unasked(p Parallel, h ranks.Heard, own error) bool {
 	e, ok := p.(ParallelStepper)
 	if !ok || !h.Agreed || h.Stop != "" || r.t.Last().Last {
@@ -129,7 +129,7 @@ func (r *team) unasked(p Parallel, h ranks.Heard, own error) bool {
 	return own == nil
 }
 
-// addMeeting registers a callback of the trainer that has all ranks meet, such as one that saves. The
+// addMeeting registers a callback of the trainer that makes all ranks meet, for example by saving. The
 // function reports whether the callback will do so when it receives the given StepEnd event. It must
 // return false once the callback has received the event.
 func (r *team) addMeeting(ahead func(stepEnd Event) bool) {
@@ -154,7 +154,7 @@ func (r *team) meetingAhead() bool {
 func (r *team) refuseStep(e Parallel, why error) {
 	next := func() (data.Batch, error) { return data.Batch{}, why }
 
-	// The error is why, or that of an exchange that has failed.
+	// Ignore the error: it is why itself, or the error of a failed exchange.
 	if s, ok := e.(ParallelStepper); ok {
 		_, _ = s.StepBatches(r.t.Config.Accumulate, next, nil)
 	} else {
