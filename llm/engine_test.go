@@ -126,7 +126,7 @@ func TestSlotsReachTheEngine(t *testing.T) {
 	}
 
 	if !slices.Equal(before, bitsOf(m.Param(blockPrefix(1)+kasminaWeights))) {
-		t.Error("slots that the engine has not taken have changed")
+		t.Error("slots that the engine refused have changed")
 	}
 
 	e.fail, e.pushed = nil, nil
@@ -183,9 +183,9 @@ func TestEngineRefusesCheckpoint(t *testing.T) {
 		}
 	}
 
-	e.pull = func() { t.Error("the model is asked for where it is not") }
+	e.pull = func() { t.Error("the parameters are pulled from an engine that does not have them") }
 	if err := tr.Resume(t.Context(), path+"x"); err == nil {
-		t.Error("a checkpoint that is not there is resumed from")
+		t.Error("Resume from a missing checkpoint returns no error")
 	}
 
 	model := filepath.Join(t.TempDir(), "model")
@@ -200,7 +200,7 @@ func TestEngineRefusesCheckpoint(t *testing.T) {
 		}
 		for i, p := range m.Params {
 			if !slices.Equal(bitsOf(p.Value), bitsOf(tr.Model.Params[i].Value)) {
-				t.Errorf("%s is not that of the file", p.Name)
+				t.Errorf("%s differs from the file", p.Name)
 			}
 		}
 	}
@@ -243,7 +243,7 @@ func TestAnotherTrainer(t *testing.T) {
 	}
 	defer second.Close()
 
-	e.pull = func() { t.Error("the model is asked for where it is no more") }
+	e.pull = func() { t.Error("the parameters are pulled from the first engine, which no longer has them") }
 	if err := second.Run(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -267,7 +267,7 @@ func TestAnotherTrainer(t *testing.T) {
 			e.pushed, first.Step(), err)
 	}
 
-	e.pull = func() { t.Error("the model is asked for where it is no more after a Resume") }
+	e.pull = func() { t.Error("the parameters are pulled from the first engine after a Resume") }
 	if err := errors.Join(first.Close(), first.Close()); err != nil || e.closed != 1 {
 		t.Errorf("the first engine is closed %d times, error %v", e.closed, err)
 	}
@@ -534,7 +534,7 @@ func TestScaler(t *testing.T) {
 	into = scale(other)
 	if err := other.Resume(t.Context(), path); !errors.Is(err, errScale) || other.Step() != 0 ||
 		into.scale.Scale != 1024 {
-		t.Errorf("a file with a scale that is none: %v, at step %d with scale %+v", err,
+		t.Errorf("a file with an invalid scale: %v, at step %d with scale %+v", err,
 			other.Step(), into.scale)
 	}
 

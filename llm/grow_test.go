@@ -547,7 +547,7 @@ func TestNewBlueprintWithoutMomentum(t *testing.T) {
 	}
 
 	if live(0) == 0 || live(1) == 0 {
-		t.Fatal("nothing is remembered of a slot that learns")
+		t.Fatal("a slot that learns has no optimizer state")
 	}
 
 	n := tr.Model.Kasmina
@@ -560,7 +560,7 @@ func TestNewBlueprintWithoutMomentum(t *testing.T) {
 	}
 
 	if live(1) != 0 || live(0) == 0 {
-		t.Errorf("of the new blueprint's slot %d numbers are remembered, of the other layer's %d",
+		t.Errorf("the optimizer state of the new blueprint's slot has %d nonzero elements, the other layer's %d",
 			live(1), live(0))
 	}
 }
