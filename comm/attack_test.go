@@ -150,7 +150,7 @@ func TestSquatter(t *testing.T) {
 	var mu sync.Mutex
 	var passed []net.Conn
 	came := 0
-	behind := net.JoinHostPort("127.0.0.1", strconv.Itoa(p[0].MasterPort+1))
+	direct := net.JoinHostPort("127.0.0.1", strconv.Itoa(p[0].MasterPort+1))
 	go func() {
 		for {
 			a, err := l.Accept()
@@ -162,7 +162,7 @@ func TestSquatter(t *testing.T) {
 			came++
 			mu.Unlock()
 			go func() {
-				b, err := net.Dial("tcp", behind)
+				b, err := net.Dial("tcp", direct)
 				if err != nil {
 					a.Close()
 					return
@@ -216,8 +216,8 @@ func TestPassedOn(t *testing.T) {
 		strconv.Itoa(p[0].MasterPort))
 }
 
-// TestNobodyListensLater checks that rank 0 stops listening once all ranks have joined.
-func TestNobodyListensLater(t *testing.T) {
+// TestListeningStops checks that rank 0 stops listening once all ranks have joined.
+func TestListeningStops(t *testing.T) {
 	all := worlds(t, 2, Options{})
 	for _, a := range all[0].store.listener.Addrs() {
 		require.Eventually(t, func() bool {

@@ -13,20 +13,20 @@ import (
 	"github.com/kasmina-go/kasmina/internal/bounded"
 )
 
-// heard is a connection that delivers a fixed input.
-type heard struct {
+// fixedInput is a connection that delivers a fixed input.
+type fixedInput struct {
 	net.Conn
-	said *bytes.Reader
+	input *bytes.Reader
 }
 
-func (h heard) Read(b []byte) (int, error)       { return h.said.Read(b) }
-func (h heard) Write(b []byte) (int, error)      { return len(b), nil }
-func (h heard) SetReadDeadline(time.Time) error  { return nil }
-func (h heard) SetWriteDeadline(time.Time) error { return nil }
-func (h heard) Close() error                     { return nil }
+func (h fixedInput) Read(b []byte) (int, error)       { return h.input.Read(b) }
+func (h fixedInput) Write(b []byte) (int, error)      { return len(b), nil }
+func (h fixedInput) SetReadDeadline(time.Time) error  { return nil }
+func (h fixedInput) SetWriteDeadline(time.Time) error { return nil }
+func (h fixedInput) Close() error                     { return nil }
 
-// says returns a wire to a peer that sends b and closes the connection.
-func says(b []byte) *wire { return newWire(heard{said: bytes.NewReader(b)}) }
+// wireOf returns a wire to a peer that sends b and closes the connection.
+func wireOf(b []byte) *wire { return newWire(fixedInput{input: bytes.NewReader(b)}) }
 
 // FuzzMessages feeds arbitrary input from an authenticated peer to the store and to a World. The
 // input must not cause a panic or excessive allocation, or replace a rank that has joined.
@@ -45,17 +45,17 @@ func FuzzMessages(f *testing.F) {
 	s := &store{place: Place{Size: 2, LocalSize: 1, Run: "r"}, seats: make([]seat, 2), port: 5,
 		gathering: map[string]*gathering{}, empty: make(chan struct{})}
 	for r := range s.seats {
-		s.seats[r].wire = says(nil)
+		s.seats[r].wire = wireOf(nil)
 	}
 
-	f.Fuzz(func(t *testing.T, said []byte) {
-		bounded.Run(t, int64(len(said)), func() {
-			_, in := s.admit(says(said))
+	f.Fuzz(func(t *testing.T, sent []byte) {
+		bounded.Run(t, int64(len(sent)), func() {
+			_, in := s.admit(wireOf(sent))
 			require.False(t, in)
 		})
-		w := &World{wire: says(said), waiting: map[string]chan message{},
+		w := &World{wire: wireOf(sent), waiting: map[string]chan message{},
 			done: make(chan struct{})}
-		bounded.Run(t, int64(len(said)), w.listen)
+		bounded.Run(t, int64(len(sent)), w.listen)
 		var end *RankError
 		require.True(t, errors.As(w.Err(), &end))
 	})

@@ -51,7 +51,7 @@ func NewRoute(g Group, slot int, sends, receives []Leg) (Route, error) {
 	for _, l := range append(append([]Leg{}, sends...), receives...) {
 		if l.Rank < 0 || l.Rank >= g.Size() || l.Rank == g.Rank() || l.Bytes < 1 {
 			return nil, fmt.Errorf("comm: route: a leg of %d bytes for rank %d: want at least 1 byte for "+
-				"another one of %d ranks", l.Bytes, l.Rank, g.Size())
+				"another of the %d ranks", l.Bytes, l.Rank, g.Size())
 		}
 	}
 

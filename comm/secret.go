@@ -33,8 +33,8 @@ const (
 var ErrSecret = errors.New("no usable secret")
 
 // secretHelp explains how to create and pass a secret.
-const secretHelp = "the processes of a run must share a random one. Make it with `openssl rand -hex 32` " +
-	"and give it to all of them in " + SecretVariable + ", or in a file of mode 0600 that " +
+const secretHelp = "the processes of a run must share a random one. Create it with `openssl rand -hex 32` " +
+	"and pass it to all of them in " + SecretVariable + ", or in a file of mode 0600 that " +
 	SecretFileVariable + " names"
 
 // NewSecret returns a random secret of at least 128 bits.

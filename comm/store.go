@@ -150,7 +150,7 @@ func (s *store) admit(w *wire) (member, bool) {
 
 	s.seats[m.Member.Rank].member, s.seats[m.Member.Rank].wire = m.Member, w
 	if s.failure != nil {
-		s.tell(&s.seats[m.Member.Rank])
+		s.notify(&s.seats[m.Member.Rank])
 	}
 
 	return m.Member, true
@@ -391,7 +391,7 @@ func (s *store) fail(e *RankError, gone bool) {
 	var sent []<-chan struct{}
 	for r := len(s.seats) - 1; r > 0; r-- {
 		if s.seats[r].present() {
-			sent = append(sent, s.tell(&s.seats[r]))
+			sent = append(sent, s.notify(&s.seats[r]))
 		}
 	}
 
@@ -410,12 +410,12 @@ wait:
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.seats[0].present() {
-		s.tell(&s.seats[0])
+		s.notify(&s.seats[0])
 	}
 }
 
-// tell sends the failure to a rank.
-func (s *store) tell(to *seat) <-chan struct{} {
+// notify sends the failure to a rank.
+func (s *store) notify(to *seat) <-chan struct{} {
 	return to.wire.post(message{Kind: failed, Member: s.failure.member, Text: s.failure.Reason})
 }
 

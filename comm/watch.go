@@ -12,7 +12,7 @@ import (
 //
 // It returns the cause of the failure, or nil if ctx is done first.
 func Watch(ctx context.Context, w *World, g Group, interval time.Duration) error {
-	if ctx == nil || g == nil || !w.made() {
+	if ctx == nil || g == nil || !w.joined() {
 		return errors.New("comm: Watch: the context, the world or the group is nil or a zero value")
 	}
 
@@ -43,8 +43,8 @@ func Watch(ctx context.Context, w *World, g Group, interval time.Duration) error
 // ErrPeer reports that work failed because another rank was gone.
 var ErrPeer = errors.New("comm: another rank is gone")
 
-// hearsay limits the wait of a rank for the store to explain the loss of another rank.
-const hearsay = 2 * time.Second
+// explanationWait limits the wait of a rank for the store to explain the loss of another rank.
+const explanationWait = 2 * time.Second
 
 // Blame determines the cause of a failure of this rank's work, and notifies the other ranks. If err
 // wraps [ErrPeer], it waits briefly for the report of the rank that is gone, or of its death. Any
@@ -53,7 +53,7 @@ func (w *World) Blame(err error) error {
 	if errors.Is(err, ErrPeer) {
 		select {
 		case <-w.Done():
-		case <-time.After(hearsay):
+		case <-time.After(explanationWait):
 		}
 	}
 

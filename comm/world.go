@@ -64,8 +64,8 @@ var errZero = errors.New("comm: the World is nil or its zero value, want one tha
 // over is the closed channel that Done returns for the zero World.
 var over = func() chan struct{} { c := make(chan struct{}); close(c); return c }()
 
-// made reports whether the World was returned by Join.
-func (w *World) made() bool { return w != nil && w.done != nil }
+// joined reports whether the World was returned by Join.
+func (w *World) joined() bool { return w != nil && w.done != nil }
 
 // Join connects to the other ranks and returns when all have joined. Rank 0 must be reachable at
 // the place's address.
@@ -164,7 +164,7 @@ func (w *World) compare(values [][]byte) error {
 		for i := range max(len(facts), len(zero)) {
 			switch {
 			case i >= len(facts) || i >= len(zero) || facts[i].Name != zero[i].Name:
-				return fmt.Errorf("ranks 0 and %d agree on different things, %v and %v: start "+
+				return fmt.Errorf("ranks 0 and %d compare different facts, %v and %v: start "+
 					"the same program everywhere", r, zero, facts)
 			case facts[i].Value != zero[i].Value:
 				return fmt.Errorf("%s differs: %q at rank 0, %q at rank %d", facts[i].Name,
@@ -184,7 +184,7 @@ func (w *World) Size() int { return w.Place().Size }
 
 // Deadline returns the time after which a silent rank fails the run, or 0 without a limit.
 func (w *World) Deadline() time.Duration {
-	if !w.made() {
+	if !w.joined() {
 		return 0
 	}
 	return w.options.Deadline
@@ -192,7 +192,7 @@ func (w *World) Deadline() time.Duration {
 
 // Place returns this process's place.
 func (w *World) Place() Place {
-	if !w.made() {
+	if !w.joined() {
 		return Place{}
 	}
 	return w.place
@@ -201,7 +201,7 @@ func (w *World) Place() Place {
 // Done returns a channel that is closed when a rank fails, including this one, or the World is
 // closed.
 func (w *World) Done() <-chan struct{} {
-	if !w.made() {
+	if !w.joined() {
 		return over
 	}
 	return w.done
@@ -210,7 +210,7 @@ func (w *World) Done() <-chan struct{} {
 // Err returns nil while the run is healthy. It returns a *[RankError] if another rank failed, the
 // error passed to Fail if this rank failed, and [ErrClosed] after Close.
 func (w *World) Err() error {
-	if !w.made() {
+	if !w.joined() {
 		return errZero
 	}
 	w.mu.Lock()
@@ -226,7 +226,7 @@ func (w *World) Err() error {
 // error on every rank. The World remains usable.
 func (w *World) Gather(ctx context.Context, key string, value []byte) ([][]byte, error) {
 	switch {
-	case !w.made():
+	case !w.joined():
 		return nil, errZero
 	case ctx == nil:
 		return nil, errors.New("comm: Gather: the context is nil")
@@ -296,7 +296,7 @@ func (w *World) Report(step int) error {
 		return err
 	}
 	w.activity.progress(int64(step))
-	w.tell()
+	w.sendPulse()
 	return nil
 }
 
@@ -306,14 +306,14 @@ func (w *World) Report(step int) error {
 // Until then, no rank is required to make progress, because the other ranks may be waiting for this
 // one. A suspended process is still detected.
 func (w *World) Busy(what string) (done func()) {
-	if !w.made() || w.place.Size == 1 {
+	if !w.joined() || w.place.Size == 1 {
 		return func() {}
 	}
 	end := w.activity.begin(what)
-	w.tell()
+	w.sendPulse()
 	return func() {
 		end()
-		w.tell()
+		w.sendPulse()
 	}
 }
 
@@ -323,14 +323,14 @@ func (w *World) Wait(f func() error) error {
 	if f == nil {
 		return errors.New("comm: Wait: the function is nil")
 	}
-	if w.made() {
+	if w.joined() {
 		defer w.activity.wait()()
 	}
 	return f()
 }
 
-// tell sends this rank's pulse to the store if there is a deadline.
-func (w *World) tell() {
+// sendPulse sends this rank's pulse to the store if there is a deadline.
+func (w *World) sendPulse() {
 	if w.options.Deadline > 0 && w.wire != nil {
 		w.wire.post(message{Kind: beat, Pulse: w.activity.pulse()})
 	}
@@ -347,13 +347,13 @@ func (w *World) beat(frozen bool) {
 		w.wire.Close()
 		return
 	}
-	w.tell()
+	w.sendPulse()
 }
 
 // Fail reports the failure of this rank to the other ranks, which receive a *[RankError] with the
 // text of the cause. Fail returns once the store has been notified.
 func (w *World) Fail(cause error) {
-	if !w.made() {
+	if !w.joined() {
 		return
 	}
 
@@ -386,7 +386,7 @@ func (w *World) Fail(cause error) {
 // Close waits until all ranks have called it, up to the timeout, and disconnects. After a failure, it
 // does not wait.
 func (w *World) Close() error {
-	if !w.made() {
+	if !w.joined() {
 		return nil
 	}
 

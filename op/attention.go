@@ -131,7 +131,7 @@ func checkStarts(op string, q, starts arg, c AttentionConfig) error {
 	}
 	if !c.Causal {
 		return fmt.Errorf(
-			"op.%s: config: Causal is false, want true: starts says nothing of where documents end",
+			"op.%s: config: Causal is false, want true: starts does not say where documents end",
 			op)
 	}
 	return checkInts(op, starts, q.node.Shape()[0],

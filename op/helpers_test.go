@@ -294,8 +294,8 @@ var (
 	capacityKinds = []string{"LowRank", "ChunkMLP"}
 )
 
-// away moves a number away from zero, where relu has no derivative and the strict mode clamps.
-func away(v float64) float64 { return v + math.Copysign(0.2, v) }
+// awayFromZero moves a number away from zero, where relu has no derivative and the strict mode clamps.
+func awayFromZero(v float64) float64 { return v + math.Copysign(0.2, v) }
 
 func mapped(v []float64, f func(float64) float64) []float64 {
 	out := make([]float64, len(v))

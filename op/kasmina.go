@@ -58,7 +58,7 @@ func (s Stability) String() string {
 // not a valid mode.
 func (s Stability) MarshalText() ([]byte, error) {
 	if int(s) >= len(stabilityNames) {
-		return nil, fmt.Errorf("op: %v is none of %q", s, stabilityNames)
+		return nil, fmt.Errorf("op: %v is not one of %q", s, stabilityNames)
 	}
 	return []byte(s.String()), nil
 }
@@ -307,13 +307,13 @@ func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Latt
 
 	if want := lattice.Slots(); want > 0 && want != slots {
 		return fmt.Errorf(
-			"op.%s: weights has %d slots (shape %v), want %d as the lattice was told by WithSlots",
+			"op.%s: weights has %d slots (shape %v), want %d, as set by state.WithSlots",
 			name, slots, weights.node.Shape(), want)
 	}
 
 	if want := lattice.Width(); want > 0 && want != width {
-		return fmt.Errorf("op.%s: weights has rows of %d (shape %v), want %d as the lattice was "+
-			"told by WithWidth", name, width, weights.node.Shape(), want)
+		return fmt.Errorf("op.%s: weights has rows of %d (shape %v), want %d, as set by "+
+			"state.WithWidth", name, width, weights.node.Shape(), want)
 	}
 
 	if err := lattice.Fits(width); err != nil {
@@ -325,14 +325,14 @@ func checkKasminaShapes(name string, x, weights, scales arg, lattice *state.Latt
 
 // Chunk returns C, the number of features of a seed, or 0 for a zero KasminaOp.
 func (o *KasminaOp) Chunk() int {
-	if !o.made() {
+	if !o.initialized() {
 		return 0
 	}
 	return o.InputShape(0)[1] / o.Lattice.Seeds()
 }
 
-// made reports whether [Kasmina] made the op.
-func (o *KasminaOp) made() bool { return o.run != nil && o.Lattice != nil && len(o.inputs) > 0 }
+// initialized reports whether [Kasmina] made the op.
+func (o *KasminaOp) initialized() bool { return o.run != nil && o.Lattice != nil && len(o.inputs) > 0 }
 
 func (o *KasminaOp) init() {
 	config := fmt.Sprintf("lattice=%d %+v replaying=%v", o.Lattice.ID(), o.Config, o.Replaying)
@@ -358,7 +358,7 @@ func (o *KasminaOp) SymDiff(inputs gorgonia.Nodes,
 // Replay returns an op that repeats the last run of o from the same snapshot of the lattice and
 // adds nothing to the telemetry. The replay returns an error if o has not run or is a zero value.
 func (o *KasminaOp) Replay() gorgonia.Op {
-	if !o.made() {
+	if !o.initialized() {
 		return new(KasminaOp)
 	}
 	r := &KasminaOp{Lattice: o.Lattice, Config: o.Config, Replaying: true,

@@ -152,7 +152,7 @@ func TestKasminaCapacityNaN(t *testing.T) {
 		for stability := op.Adaptive; stability <= op.Strict; stability++ {
 			l := newLattice(t, 5, []seedSetting{{"Grafting", kind, 1, 0}})
 			k := newWideLayer(t, r, tensor.Float64, 3, 2, 20, l, op.WithStability(stability))
-			k.x = mapped(k.x, away)
+			k.x = mapped(k.x, awayFromZero)
 			k.x[7] = 1e7 // large enough for the adaptive mode to scale
 			k.weights, k.scale = mapped(k.weights, func(float64) float64 {
 				return math.NaN()

@@ -22,7 +22,7 @@ type KasminaPass struct {
 // NewPass returns a pass that has not begun and does not affect the op's own runs. For a zero
 // KasminaOp it returns a zero KasminaPass.
 func (o *KasminaOp) NewPass() *KasminaPass {
-	if !o.made() {
+	if !o.initialized() {
 		return new(KasminaPass)
 	}
 	return &KasminaPass{op: &KasminaOp{Lattice: o.Lattice, Config: o.Config, run: &kasminaRun{}},
@@ -108,7 +108,7 @@ func (p *KasminaPass) Snapshot() *state.Pass {
 // Start wrote them.
 func (o *KasminaOp) Start(kind blueprints.Kind, seed, slot int,
 	weights, scale []float32) (started bool, err error) {
-	if !o.made() {
+	if !o.initialized() {
 		return false, errors.New("op: the KasminaOp is its zero value, want one that Kasmina returns")
 	}
 

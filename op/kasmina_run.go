@@ -244,9 +244,9 @@ func (o *KasminaOp) attached(p *state.Pass) error {
 	for i, stage := range p.Stage {
 		if (stage.Blends() || stage.Learns()) && blueprints.IsGraph(p.Kind[i]) &&
 			!slices.Contains(o.Config.Graphs, i) {
-			return fmt.Errorf("seed %d: %w %q is a graph, which is not part of the one that runs: "+
-				"llm.Trainer adds it ahead of a step; a graph built by Model.Graph has those of "+
-				"seeds that worked when it was built; a graph of your own needs a kind with "+
+			return fmt.Errorf("seed %d: %w %q is a graph that is not part of the running one: "+
+				"llm.Trainer adds it before a step; Model.Graph adds the graphs of seeds that are "+
+				"active when it is called; graphs that you build yourself need a kind with "+
 				"arithmetic (blueprints.Register)", i, blueprints.ErrInvalid, p.Kind[i])
 		}
 	}

@@ -40,7 +40,7 @@ func TestKasminaGradients(t *testing.T) {
 					}
 					k := newWideLayer(t, r, tensor.Float64, 3, 3, width, l, op.WithStability(mode),
 						op.WithEpsilon(0.1), op.WithoutTelemetry())
-					k.x, k.weights = mapped(k.x, away), mapped(k.weights, away)
+					k.x, k.weights = mapped(k.x, awayFromZero), mapped(k.weights, awayFromZero)
 					t.Run(fmt.Sprintf("%v/%s/%dx%d/%v", stage, kind, size.seeds, size.chunk, mode),
 						func(t *testing.T) {
 							k.t = t
@@ -562,7 +562,7 @@ func TestKasminaAtAlphaZero(t *testing.T) {
 			for stability := op.Adaptive; stability <= op.Strict; stability++ {
 				l := newLattice(t, 5, []seedSetting{{stage, kind, 1, 0}})
 				k := newKasminaLayer(t, r, tensor.Float64, 3, 2, l, op.WithStability(stability))
-				k.x = mapped(k.x, away)
+				k.x = mapped(k.x, awayFromZero)
 				k.x[7] = 1e7 // large enough for the adaptive mode to scale
 				k.weights, k.scale = mapped(k.weights, func(float64) float64 {
 					return math.NaN()

@@ -68,7 +68,7 @@ func gatedMLP(name string, gelu bool, x, gate, up, down *gorgonia.Node) (*gorgon
 		return nil, err
 	}
 
-	if err := checkShape(name, au, fmt.Sprintf("that of gate, for x %v", x.Shape()), f,
+	if err := checkShape(name, au, fmt.Sprintf("the shape of gate, for x %v", x.Shape()), f,
 		d); err != nil {
 		return nil, err
 	}

@@ -56,7 +56,7 @@ func TestAdamW8bitNearAdamW(t *testing.T) {
 	for _, dtype := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 		r := freshRand(t)
 		start := normals(r, 97, 53)
-		made := func() []*param {
+		newParams := func() []*param {
 			if dtype == tensor.Float32 {
 				return []*param{newParam("w", narrow(start), 97, 53), newParam("b", narrow(start[:53]), 53)}
 			}
@@ -65,7 +65,7 @@ func TestAdamW8bitNearAdamW(t *testing.T) {
 		floats, err := optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0.1))
 		require.NoError(t, err)
 		eight, straight := newAdamW8bit(t), newAdamW8bit(t)
-		want, got, other := made(), made(), made()
+		want, got, other := newParams(), newParams(), newParams()
 		for step := range 30 {
 			for i := range want {
 				g := normals(r, len(values(want[i])))

@@ -276,7 +276,7 @@ func TestConstructorsRefuse(t *testing.T) {
 		"NewMuon: WithGroup: an option":   {optim.WithGroup(optim.Vectors, nil)},
 		"WithAdamW: WithEps: got -1":      {optim.WithAdamW(optim.WithEps(-1))},
 		"WithAdamW: an option is nil":     {optim.WithAdamW(nil)},
-		"Betas has no meaning":            {optim.WithGroup(optim.Vectors, optim.Betas(0, 0))},
+		"Betas has no effect":             {optim.WithGroup(optim.Vectors, optim.Betas(0, 0))},
 		"optim.NewMuon: an option is nil": {nil},
 	} {
 		if _, err := optim.NewMuon(opts...); err == nil || !strings.Contains(err.Error(), want) {

@@ -140,7 +140,7 @@ func TestLionRefuses(t *testing.T) {
 		require.NoError(t, other.Step(model(ps...)))
 		o := newLion(t)
 		err := o.SetState(other.State())
-		require.ErrorContains(t, err, "but Lion keeps exp_avg: the state is that of another", name)
+		require.ErrorContains(t, err, "but Lion keeps exp_avg: the state belongs to another", name)
 		require.Empty(t, o.State())
 
 		require.NoError(t, o.Step(model(ps...)))

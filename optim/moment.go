@@ -157,7 +157,7 @@ func RememberedGradients(o Rules, state []Tensor) (all []Gradients) {
 	fields, order := fieldsOf(state)
 	for _, param := range order {
 		kernel := o.Rule(param, widest(fields[param])).Kernel
-		m, ok := kernel.tellsGradients()
+		m, ok := kernel.gradientMoment()
 		if !ok {
 			continue
 		}
@@ -180,9 +180,9 @@ func RememberedGradients(o Rules, state []Tensor) (all []Gradients) {
 	return all
 }
 
-// tellsGradients returns the moment that describes the size of gradients best. It reports false if the
+// gradientMoment returns the moment that describes the size of gradients best. It reports false if the
 // kernel has no suitable moment.
-func (k *Kernel) tellsGradients() (Moment, bool) {
+func (k *Kernel) gradientMoment() (Moment, bool) {
 	if k == nil {
 		return Moment{}, false
 	}

@@ -119,7 +119,7 @@ func (m *Muon) rule(name string, shape []int) (Rule, float64) {
 	}
 	h := m.resolve(name, shape)
 	return Rule{Kernel: muonKernel, LRScale: h.scale, Decay: h.decay, Beta1: m.momentum,
-		ShapeScale: m.scale.of(shape[0], shape[1]), Nesterov: m.nesterov,
+		ShapeScale: m.scale.factor(shape[0], shape[1]), Nesterov: m.nesterov,
 		Iterations: m.iterations}, m.lr * h.scale
 }
 
@@ -129,7 +129,7 @@ func muon[T cpu.Float](p, g []T, moments []any, s step) {
 		Iterations: s.Iterations})
 }
 
-func (s Scale) of(rows, cols int) float64 {
+func (s Scale) factor(rows, cols int) float64 {
 	if s == RMSScale {
 		return 0.2 * math.Sqrt(float64(max(rows, cols)))
 	}
@@ -156,6 +156,6 @@ func checkMomentum(r Rule, e *entry) error {
 	}
 
 	return fmt.Errorf("%s is %v at element %d, want at most %.3g after %d steps with a momentum "+
-		"of %v: the state is damaged; go on from an older checkpoint", r.Kernel.Moments[0].Name,
+		"of %v: the state is damaged; continue from an older checkpoint", r.Kernel.Moments[0].Name,
 		reflect.ValueOf(e.moments[0]).Index(at), at, most, e.step, r.Beta1)
 }

@@ -18,7 +18,7 @@ func (o Option) muon(m *Muon) error {
 		return err
 	}
 	if n := len(m.groups); n > 0 && m.groups[n-1].betas {
-		return fmt.Errorf("WithGroup: Betas has no meaning for Muon's matrices; give the group to " +
+		return fmt.Errorf("WithGroup: Betas has no effect on Muon's matrices; pass the group to " +
 			"WithAdamW")
 	}
 	return nil

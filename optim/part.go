@@ -72,7 +72,7 @@ func (u *updater) readParts(model []gorgonia.ValueGrad,
 		if !ok {
 			return nil, nil, fmt.Errorf("there is no parameter %q", part.Name)
 		}
-		if c, err := part.of(p); err != nil {
+		if c, err := part.cut(p); err != nil {
 			return nil, nil, fmt.Errorf("parameter %q: %w", p.Name, err)
 		} else if at := c.NonFinite(); at >= 0 {
 			return nil, nil, fmt.Errorf(
@@ -86,8 +86,8 @@ func (u *updater) readParts(model []gorgonia.ValueGrad,
 	return ps, cut, nil
 }
 
-// of returns the part's value and gradient with the shape of the whole parameter.
-func (part Part) of(p params.Param) (params.Param, error) {
+// cut returns the part's value and gradient with the shape of the whole parameter.
+func (part Part) cut(p params.Param) (params.Param, error) {
 	n := p.Shape.TotalSize()
 	if part.From < 0 || part.To < part.From || part.To > n || part.From%PartGrain != 0 ||
 		part.To%PartGrain != 0 && part.To != n {

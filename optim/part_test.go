@@ -14,13 +14,13 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// held is a parameter with a gradient.
-type held struct {
+// paramNode is a parameter with a gradient.
+type paramNode struct {
 	*gorgonia.Node
 	grad *tensor.Dense
 }
 
-func (h held) Grad() (gorgonia.Value, error) { return h.grad, nil }
+func (h paramNode) Grad() (gorgonia.Value, error) { return h.grad, nil }
 
 // partModel is a model with a parameter of several blocks, a vector, and matrices for Muon.
 func partModel(r *rand.Rand, dt tensor.Dtype) (model []gorgonia.ValueGrad) {
@@ -44,7 +44,7 @@ func partModel(r *rand.Rand, dt tensor.Dtype) (model []gorgonia.ValueGrad) {
 	}{{"embed", []int{2*PartGrain/16 + 5, 16}}, {"norm", []int{7}}, {"a", []int{9, 5}},
 		{"b", []int{6, 11}}} {
 		n := gorgonia.NodeFromAny(g, fill(p.shape), gorgonia.WithName(p.name))
-		model = append(model, held{n, fill(p.shape)})
+		model = append(model, paramNode{n, fill(p.shape)})
 	}
 
 	return model
@@ -69,19 +69,19 @@ func TestPartsHaveTheBitsOfTheWhole(t *testing.T) {
 		{{"embed", 0, PartGrain}, {"embed", 2 * PartGrain, 2*PartGrain + 80}},
 		{{"b", 0, 66}, {"norm", 0, 7}},
 	}
-	for name, make := range makers {
+	for name, newOptimizer := range makers {
 		for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 			seed := randtest.Seed(t)
 			same := func() []gorgonia.ValueGrad {
 				return partModel(rand.New(rand.NewPCG(seed, 2)), dt)
 			}
 			whole := same()
-			one, err := make()
+			one, err := newOptimizer()
 			require.NoError(t, err)
 			require.Nil(t, one.Moments("embed"))
 			ranks, models := []Partial{}, [][]gorgonia.ValueGrad{}
 			for range shares {
-				o, err := make()
+				o, err := newOptimizer()
 				require.NoError(t, err)
 				ranks, models = append(ranks, o), append(models, same())
 			}
@@ -89,7 +89,7 @@ func TestPartsHaveTheBitsOfTheWhole(t *testing.T) {
 				r := rand.New(rand.NewPCG(seed, uint64(step)))
 				for i, p := range partModel(r, dt) {
 					for _, m := range append(slices.Clone(models), whole) {
-						tensor.Copy(m[i].(held).grad, p.(held).grad)
+						tensor.Copy(m[i].(paramNode).grad, p.(paramNode).grad)
 					}
 				}
 				require.NoError(t, one.Step(whole))
@@ -100,7 +100,7 @@ func TestPartsHaveTheBitsOfTheWhole(t *testing.T) {
 			for k, parts := range shares {
 				for _, part := range parts {
 					i := slices.IndexFunc(whole, func(v gorgonia.ValueGrad) bool {
-						return v.(held).Name() == part.Name
+						return v.(paramNode).Name() == part.Name
 					})
 					require.Equal(t, slice(whole[i].Value().Data(), part),
 						slice(models[k][i].Value().Data(), part), "%s %v", name, part)
@@ -151,7 +151,7 @@ func TestPartsThatCannotBe(t *testing.T) {
 	}
 
 	model := partModel(r, tensor.Float32)
-	g := model[0].(held).grad.Float32s()
+	g := model[0].(paramNode).grad.Float32s()
 	g[PartGrain+3] = float32(math.NaN())
 	require.ErrorContains(t, muon.StepParts(model, []Part{{"embed", PartGrain, 2 * PartGrain}}),
 		"element 16387")

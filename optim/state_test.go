@@ -221,7 +221,7 @@ func TestSetStateRefuses(t *testing.T) {
 	for from, to := range map[string]string{"AdamW": "Muon", "Muon": "AdamW"} {
 		for range 10 { // for various iteration orders of the map of fields
 			err := os[to].SetState(os[from].State())
-			want := fmt.Sprintf("but %s keeps %s: the state is that of another optimizer", to,
+			want := fmt.Sprintf("but %s keeps %s: the state belongs to another optimizer", to,
 				map[string]string{"AdamW": "exp_avg and exp_avg_sq", "Muon": "momentum_buffer"}[to])
 			if err == nil || !strings.Contains(err.Error(), want) {
 				t.Fatalf("%s is given the state of %s: error %v, want one with %q", to, from, err,
@@ -245,7 +245,7 @@ func TestSetStateOfImpossibleShapes(t *testing.T) {
 						[]float64{}}}
 			}
 			err := o.SetState(state)
-			require.ErrorContains(t, err, "which no tensor has", "%s: %v", name, shape)
+			require.ErrorContains(t, err, "which no tensor can have", "%s: %v", name, shape)
 			require.Empty(t, o.State())
 		}
 	}

@@ -171,8 +171,8 @@ func (u *updater) parseEntry(name string, fields map[string]Tensor) (*entry, err
 	wanted := e.kernel.MomentNames()
 	for _, f := range slices.Sorted(maps.Keys(fields)) {
 		if f != stepField && !slices.Contains(wanted, f) {
-			return nil, fmt.Errorf("it has %s, but %s keeps %s: the state is that of another "+
-				"optimizer, or of one with other options", f, e.kernel,
+			return nil, fmt.Errorf("it has %s, but %s keeps %s: the state belongs to another "+
+				"optimizer, or to one with other options", f, e.kernel,
 				strings.Join(wanted, " and "))
 		}
 	}
@@ -204,7 +204,7 @@ func (e *entry) add(m Moment, t Tensor) error {
 	case m.Codes != nil && !isCodes:
 		return fmt.Errorf("%s holds a %T, want []uint8", m.Name, t.Data)
 	case elements(t.Shape) < 0:
-		return fmt.Errorf("%s has shape %v, which no tensor has", m.Name, t.Shape)
+		return fmt.Errorf("%s has shape %v, which no tensor can have", m.Name, t.Shape)
 	case n != elements(t.Shape):
 		return fmt.Errorf("%s has %d elements, want %d for shape %v", m.Name, n,
 			elements(t.Shape), t.Shape)
@@ -246,8 +246,8 @@ func checkMoment(m Moment, data any) error {
 		return nil
 	}
 
-	return fmt.Errorf("%s is %v at element %d, want %s: the state is damaged, or of a run that "+
-		"diverged; go on from an older checkpoint", m.Name,
+	return fmt.Errorf("%s is %v at element %d, want %s: the state is damaged, or from a run that "+
+		"diverged; continue from an older checkpoint", m.Name,
 		reflect.ValueOf(data).Index(at), at, want)
 }
 

@@ -102,7 +102,7 @@ func newGroup(ctx context.Context, w *comm.World, d Device, of comm.Group, api m
 		own, why = g.open()
 	}
 
-	all, err := swap(ctx, w, "direct", said{own, text(why)})
+	all, err := swap(ctx, w, "direct", vote{own, text(why)})
 	if err != nil {
 		return nil, nil, errors.Join(err, g.shut())
 	}
@@ -117,7 +117,7 @@ func newGroup(ctx context.Context, w *comm.World, d Device, of comm.Group, api m
 		}
 	}
 
-	if all, err = swap(ctx, w, "direct", said{Err: text(why)}); err != nil {
+	if all, err = swap(ctx, w, "direct", vote{Err: text(why)}); err != nil {
 		return nil, nil, errors.Join(err, g.shut())
 	}
 
@@ -128,8 +128,8 @@ func newGroup(ctx context.Context, w *comm.World, d Device, of comm.Group, api m
 	return g, nil, nil
 }
 
-// said is a rank's contribution to the agreement on direct routes.
-type said struct {
+// vote is a rank's contribution to the agreement on direct routes.
+type vote struct {
 	Offer offer
 	Err   string
 }
@@ -149,7 +149,7 @@ func text(err error) string {
 }
 
 // firstOf returns the first error among the ranks' contributions.
-func firstOf(all []said) error {
+func firstOf(all []vote) error {
 	for r, s := range all {
 		if s.Err != "" {
 			return fmt.Errorf("rank %d: %s", r, s.Err)

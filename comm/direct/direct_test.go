@@ -405,7 +405,7 @@ func TestRefused(t *testing.T) {
 		p, err := d.Alloc(64)
 		require.NoError(t, err)
 		_, err = comm.NewRoute(g, 0, []comm.Leg{{Rank: g.Rank(), At: p, Bytes: 4}}, nil)
-		require.ErrorContains(t, err, "another one of 2 ranks")
+		require.ErrorContains(t, err, "another of the 2 ranks")
 		_, err = comm.NewRoute(g, slots, nil, nil)
 		require.ErrorContains(t, err, "slot 256")
 		require.NoError(t, d.Free(p))

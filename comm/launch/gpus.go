@@ -18,7 +18,7 @@ import (
 // package, torchrun, Slurm or MPI has started it as one of several.
 func ForGPUs(gpus int, args []string, getenv func(string) string) (*Job, error) {
 	if gpus < 0 {
-		return nil, fmt.Errorf("launch: %d GPUs: want at least 1, or 0 where it is left open", gpus)
+		return nil, fmt.Errorf("launch: %d GPUs: want at least 1, or 0 for the default", gpus)
 	}
 
 	node, perNode, found, err := NodeFromEnvironment(getenv)
@@ -32,8 +32,8 @@ func ForGPUs(gpus int, args []string, getenv func(string) string) (*Job, error) 
 
 	place, err := comm.FromEnvironment(getenv)
 	if (err == nil || errors.Is(err, comm.ErrSecret)) && place.Size > 1 && !found {
-		return nil, fmt.Errorf("launch: %d GPUs are asked for, and %s has started a process for "+
-			"each already: do not ask for any", gpus, place.Source)
+		return nil, fmt.Errorf("launch: %d GPUs were requested, but %s has already started the "+
+			"processes: do not request any", gpus, place.Source)
 	}
 
 	self, err := os.Executable()

@@ -44,8 +44,8 @@ func TestUntilInterrupt(t *testing.T) {
 		"after the first signal SIGHUP or SIGPIPE still ends the program")
 }
 
-// TestNobodyReads checks that a Teller continues if its pipe no longer has a reader.
-func TestNobodyReads(t *testing.T) {
+// TestTellerWithoutReader checks that a Teller continues if its pipe no longer has a reader.
+func TestTellerWithoutReader(t *testing.T) {
 	r, w, err := os.Pipe()
 	require.NoError(t, err)
 	defer w.Close()

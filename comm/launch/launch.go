@@ -216,7 +216,7 @@ type run struct {
 	alive     int
 	ending    bool // all processes were asked to end
 	forced    bool // all processes were killed
-	hearsay   <-chan time.Time
+	explained <-chan time.Time
 	force     <-chan time.Time
 	forwarded os.Signal // first forwarded request to end
 	cause     error     // set if the context or a signal ended the run
@@ -269,7 +269,7 @@ func (r *run) follow(ctx context.Context) {
 			r.end()
 		case s := <-r.signals:
 			r.forward(s)
-		case <-r.hearsay:
+		case <-r.explained:
 			r.end()
 		case <-r.force:
 			r.forced = true
@@ -292,15 +292,15 @@ func (r *run) ended(p *process) {
 		}
 		if p.Code != comm.ExitPeer {
 			r.end()
-		} else if r.hearsay == nil {
-			r.hearsay = time.After(hearsay)
+		} else if r.explained == nil {
+			r.explained = time.After(explanationWait)
 		}
 	}
 }
 
-// hearsay is the time that the remaining processes get after a process has ended because of another one's
-// failure. The failed process may still be writing the reason.
-const hearsay = 2 * time.Second
+// explanationWait is the time that the remaining processes get after a process has ended because of
+// another one's failure. The failed process may still be writing the reason.
+const explanationWait = 2 * time.Second
 
 // end asks all processes to end, and kills them after the grace time.
 func (r *run) end() {

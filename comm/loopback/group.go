@@ -88,8 +88,8 @@ func (c *calls) add(o operation, s comm.Stream) error {
 	return nil
 }
 
-// others returns the other ranks.
-func (c *calls) others() (ranks []int) {
+// otherRanks returns the ranks other than this one.
+func (c *calls) otherRanks() (ranks []int) {
 	for r := range c.g.Size() {
 		if r != c.g.Rank() {
 			ranks = append(ranks, r)
@@ -108,7 +108,7 @@ func (c *calls) AllReduce(dst, src comm.Ptr, count int, t comm.Type, op comm.Op,
 	bytes := count * t.Size()
 	o := operation{header: header{Call: allReduce, Type: t, Op: op, Count: uint64(count)},
 		local: piece{at: src, bytes: bytes}, result: piece{at: dst, bytes: bytes}}
-	for _, r := range c.others() {
+	for _, r := range c.otherRanks() {
 		o.read = append(o.read, piece{r, src, bytes})
 		o.write = append(o.write, piece{peer: r, bytes: bytes})
 	}
@@ -128,7 +128,7 @@ func (c *calls) ReduceScatter(dst, src comm.Ptr, count int, t comm.Type, op comm
 	o := operation{header: header{Call: reduceScatter, Type: t, Op: op, Count: uint64(count)},
 		local:  piece{at: src.Offset(c.g.Rank()*count, t), bytes: bytes},
 		result: piece{at: dst, bytes: bytes}}
-	for _, r := range c.others() {
+	for _, r := range c.otherRanks() {
 		o.read = append(o.read, piece{r, src.Offset(r*count, t), bytes})
 		o.write = append(o.write, piece{peer: r, bytes: bytes})
 	}
@@ -155,7 +155,7 @@ func (c *calls) AllGather(dst, src comm.Ptr, count int, t comm.Type, s comm.Stre
 	o := operation{header: header{Call: allGather, Type: t, Count: uint64(count)},
 		local:  piece{at: src, bytes: bytes},
 		result: piece{at: dst.Offset(c.g.Rank()*count, t), bytes: bytes}}
-	for _, r := range c.others() {
+	for _, r := range c.otherRanks() {
 		o.read = append(o.read, piece{r, src, bytes})
 		o.write = append(o.write, piece{r, dst.Offset(r*count, t), bytes})
 	}
@@ -181,7 +181,7 @@ func (c *calls) Broadcast(buffer comm.Ptr, count int, t comm.Type, root int, s c
 		return c.add(o, s)
 	}
 
-	for _, r := range c.others() {
+	for _, r := range c.otherRanks() {
 		o.read = append(o.read, piece{r, buffer, bytes})
 	}
 

@@ -134,7 +134,7 @@ func (p *peer) writeAll(g *Group) {
 		}
 
 		if err = errors.Join(err, w.Flush()); err != nil && !ended {
-			g.gone(p, err)
+			g.lost(p, err)
 		}
 		if ended || err != nil {
 			p.conn.Close()
@@ -170,7 +170,7 @@ func (p *peer) readAll(g *Group) {
 		}
 
 		if err != nil {
-			g.gone(p, err)
+			g.lost(p, err)
 			return
 		}
 
@@ -184,9 +184,9 @@ func (p *peer) readAll(g *Group) {
 // maxBytes is the maximum length of a message's data.
 const maxBytes = 1 << 40
 
-// gone ends the group because the connection to a rank was lost, unless that rank has left
+// lost ends the group because the connection to a rank was lost, unless that rank has left
 // regularly.
-func (g *Group) gone(p *peer, err error) {
+func (g *Group) lost(p *peer, err error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if !p.left {

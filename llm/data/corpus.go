@@ -75,7 +75,7 @@ func WithExtensions(extensions ...string) Option {
 		}
 		for _, e := range extensions {
 			if strings.Trim(e, ".") == "" {
-				return fmt.Errorf("WithExtensions: %q is no file extension", e)
+				return fmt.Errorf("WithExtensions: %q is not a file extension", e)
 			}
 			c.extensions = append(c.extensions, "."+strings.TrimPrefix(e, "."))
 		}
@@ -149,7 +149,7 @@ func Open(path string, options ...Option) (*Corpus, error) {
 
 	corpus := &Corpus{Train: newText(root, train), HeldOut: newText(root, held)}
 	if corpus.Train.Size() == 0 || corpus.HeldOut.Size() == 0 {
-		return nil, fmt.Errorf("data: Open: %d files with %d bytes in %s are too little to hold "+
+		return nil, fmt.Errorf("data: Open: %d files with %d bytes in %s are too few to hold "+
 			"out a share of %v",
 			len(files), corpus.Train.Size()+corpus.HeldOut.Size(), path, c.heldOut)
 	}
@@ -273,7 +273,7 @@ func (s *search) found() string {
 		wanted = "ending in " + strings.Join(s.extensions, " or ")
 	}
 	if s.seen == 0 {
-		return "there are no files in it, hidden ones aside"
+		return "it has no files except hidden ones"
 	}
 	return fmt.Sprintf("of %d files, %d %s, %d of these empty and %d binary", s.seen, s.matched,
 		wanted, s.empty, s.binary)

@@ -68,9 +68,9 @@ func readers(t *testing.T) map[string]func(path string) error {
 	}
 }
 
-// TestWhatIsNoFile gives the readers paths of devices, pipes and the like, which may be endless or never
+// TestIrregularFiles gives the readers paths of devices, pipes and the like, which may be endless or never
 // deliver any data.
-func TestWhatIsNoFile(t *testing.T) {
+func TestIrregularFiles(t *testing.T) {
 	for name, read := range readers(t) {
 		for _, path := range texttest.NoFiles(t) {
 			require.ErrorContains(t, read(path), path, "%s of %s", name, path)

@@ -14,11 +14,11 @@ import (
 // first is a target exactly once. Unused rows of the last batch have the target -1. Methods may be called
 // concurrently.
 type Evaluation struct {
-	ids    []int
-	begins []int // for each token, the token that starts its document; nil if documents are unknown
-	bytes  int
-	batch  int
-	seq    int
+	ids       []int
+	docStarts []int // for each token, the token that starts its document; nil if documents are unknown
+	bytes     int
+	batch     int
+	seq       int
 
 	hashed sync.Once
 	hash   string
@@ -28,7 +28,7 @@ type Evaluation struct {
 func (e *Evaluation) Fingerprint() string {
 	e.hashed.Do(func() {
 		e.hash = fingerprintOf(fmt.Sprint("evaluation ", e.batch, e.seq, e.bytes),
-			fmt.Sprint(e.ids, e.begins))
+			fmt.Sprint(e.ids, e.docStarts))
 	})
 	return e.hash
 }
@@ -49,7 +49,7 @@ func NewDocumentEvaluation(documents [][]byte, tok tokenizer.Tokenizer,
 	return newEvaluation("NewDocumentEvaluation", documents, true, tok, batch, seq)
 }
 
-func newEvaluation(name string, documents [][]byte, apart bool, tok tokenizer.Tokenizer,
+func newEvaluation(name string, documents [][]byte, separate bool, tok tokenizer.Tokenizer,
 	batch, seq int) (*Evaluation, error) {
 	if tok == nil {
 		return nil, fmt.Errorf("data: %s: the tokenizer is nil", name)
@@ -62,7 +62,7 @@ func newEvaluation(name string, documents [][]byte, apart bool, tok tokenizer.To
 	e := &Evaluation{batch: batch, seq: seq}
 	read := 0
 	for _, text := range documents {
-		e.add(tok, text, apart)
+		e.add(tok, text, separate)
 		read += len(text)
 	}
 
@@ -85,11 +85,11 @@ func newEvaluation(name string, documents [][]byte, apart bool, tok tokenizer.To
 	return e, nil
 }
 
-// add appends the tokens of a document. If apart is set, it also records where the document starts,
+// add appends the tokens of a document. If separate is set, it also records where the document starts,
 // which is at the token that ends the previous document, as in a Batch.
-func (e *Evaluation) add(tok tokenizer.Tokenizer, text []byte, apart bool) {
+func (e *Evaluation) add(tok tokenizer.Tokenizer, text []byte, separate bool) {
 	ids := tok.Encode(text)
-	if !apart {
+	if !separate {
 		e.ids = append(e.ids, ids...)
 		return
 	}
@@ -99,7 +99,7 @@ func (e *Evaluation) add(tok tokenizer.Tokenizer, text []byte, apart bool) {
 	ended = ended && end.EndOfDocument() >= 0
 	if ended && begin > 0 {
 		begin--
-		e.begins[begin] = begin
+		e.docStarts[begin] = begin
 	}
 
 	if ended {
@@ -107,8 +107,8 @@ func (e *Evaluation) add(tok tokenizer.Tokenizer, text []byte, apart bool) {
 	}
 
 	e.ids = append(e.ids, ids...)
-	for len(e.begins) < len(e.ids) {
-		e.begins = append(e.begins, begin)
+	for len(e.docStarts) < len(e.ids) {
+		e.docStarts = append(e.docStarts, begin)
 	}
 }
 
@@ -128,7 +128,7 @@ func (e *Evaluation) Bytes() int { return e.bytes }
 func (e *Evaluation) Batches() iter.Seq[Batch] {
 	return func(yield func(Batch) bool) {
 		b := newBatch(e.batch * e.seq)
-		if e.begins != nil {
+		if e.docStarts != nil {
 			b.Starts = make([]int, len(b.Inputs))
 		}
 
@@ -139,8 +139,8 @@ func (e *Evaluation) Batches() iter.Seq[Batch] {
 				b.Inputs[i], b.Targets[i] = 0, -1
 			}
 			for i := range b.Starts { // unused rows belong to the last document
-				at := min(start+i, len(e.begins)-1)
-				b.Starts[i] = max(0, e.begins[at]-(start+i-i%e.seq))
+				at := min(start+i, len(e.docStarts)-1)
+				b.Starts[i] = max(0, e.docStarts[at]-(start+i-i%e.seq))
 			}
 			if !yield(b) {
 				return

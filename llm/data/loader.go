@@ -91,7 +91,7 @@ func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 
 	if tokens.Len() < int64(c.Seq)+1 {
 		return nil, fmt.Errorf("data: NewLoader: the text has %d tokens, and one sequence of %d "+
-			"with its last target needs %d: it takes more text, or shorter "+
+			"with its last target needs %d: use more text or shorter "+
 			"sequences", tokens.Len(), c.Seq, c.Seq+1)
 	}
 
@@ -310,8 +310,8 @@ func (l *Loader) SetState(s LoaderState) error {
 	}
 
 	if s.Seq != l.config.Seq {
-		return fmt.Errorf("data: Loader.SetState: the state is of sequences of %d tokens, the "+
-			"loader's have %d", s.Seq, l.config.Seq)
+		return fmt.Errorf("data: Loader.SetState: the state has sequences of %d tokens, the "+
+			"loader %d", s.Seq, l.config.Seq)
 	}
 
 	if windows, _ := s.windows(l.tokens.Len()); s.Epoch < 0 || s.Epoch > maxEpoch || s.Next < 0 ||

@@ -244,7 +244,7 @@ func TestLoaderRefusesStates(t *testing.T) {
 		"data": {func(s *LoaderState) { s.Data = "other" }, `"other"`},
 		"seq": {func(s *LoaderState) {
 			s.Seq = 8
-		}, "sequences of 8 tokens, the loader's have 9"},
+		}, "sequences of 8 tokens, the loader 9"},
 		"epoch": {func(s *LoaderState) { s.Epoch = -1 }, "epoch -1"},
 		"overflow": {func(s *LoaderState) {
 			s.Epoch = math.MaxInt64
@@ -279,7 +279,7 @@ func TestNewLoaderErrors(t *testing.T) {
 		{10, LoaderConfig{Batch: math.MaxInt, Seq: 2},
 			"sequences of 2 tokens, want 1 to 16777216 of each"},
 		{10, LoaderConfig{Batch: 1, Seq: 10}, "the text has 10 tokens, and one sequence of 10 " +
-			"with its last target needs 11: it takes more text, or shorter sequences"},
+			"with its last target needs 11: use more text or shorter sequences"},
 		{0, LoaderConfig{Batch: 1, Seq: 1}, "the text has 0 tokens"},
 		{10, LoaderConfig{Batch: 1 << 24, Seq: 8}, "want at most 67108864 tokens"},
 	} {

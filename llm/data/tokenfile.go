@@ -139,7 +139,7 @@ func (t *TokenFile) readHeader() error {
 
 	rest, ok := bytes.CutPrefix(head[:n], []byte(tokenMagic))
 	if !ok {
-		return fmt.Errorf("it begins with %q, want %q: it holds no tokens, or in another "+
+		return fmt.Errorf("it starts with %q, want %q: it is not a token file, or has another "+
 			"version's format", head[:min(n, len(tokenMagic))], tokenMagic)
 	}
 
@@ -160,10 +160,10 @@ func (t *TokenFile) readHeader() error {
 func (h tokenHeader) check(want tokenHeader) error {
 	switch {
 	case h.Tokenizer != want.Tokenizer || h.VocabSize != want.VocabSize:
-		return fmt.Errorf("%w: its tokens are those of %q with a vocabulary of %d, want those of "+
+		return fmt.Errorf("%w: its tokens come from %q with a vocabulary of %d, want "+
 			"%q with %d", ErrChanged, h.Tokenizer, h.VocabSize, want.Tokenizer, want.VocabSize)
 	case h.Fingerprint != want.Fingerprint:
-		return fmt.Errorf("%w: its tokens are of other text", ErrChanged)
+		return fmt.Errorf("%w: its tokens belong to another text", ErrChanged)
 	case h.Width != want.Width:
 		return fmt.Errorf("its header says ids of %d bytes, want ids of %d", h.Width, want.Width)
 	}

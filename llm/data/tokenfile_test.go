@@ -219,9 +219,9 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 		want   string
 	}{
 		{"another tokenizer", func() error { return nil },
-			`of "bytes" with a vocabulary of 256, want those of "wide" with 16777216`},
-		{"a file less", remove, "of other text"},
-		{"other text", rewrite, "of other text"},
+			`from "bytes" with a vocabulary of 256, want "wide" with 16777216`},
+		{"a file less", remove, "belong to another text"},
+		{"other text", rewrite, "belong to another text"},
 	} {
 		if err := c.change(); err != nil {
 			t.Fatal(err)
@@ -332,10 +332,10 @@ func TestOpenTokensErrors(t *testing.T) {
 		file []byte
 		want string
 	}{
-		{"empty", nil, "it begins with \"\""},
-		{"something else", []byte("package main\n"), "it begins with \"package main\\n\""},
+		{"empty", nil, "it starts with \"\""},
+		{"something else", []byte("package main\n"), "it starts with \"package main\\n\""},
 		{"another version", bytes.Replace(file, []byte("tokens 1"), []byte("tokens 2"), 1),
-			"in another version's format"},
+			"has another version's format"},
 		{"damage to the header", flipped(len(tokenMagic) + r.IntN(line+16-len(tokenMagic))),
 			"it is damaged: the header"},
 		{"damage to an id", flipped(id), "it is damaged: the checksum of the ids"},
@@ -390,7 +390,7 @@ func TestOpenTokensErrors(t *testing.T) {
 	}
 }
 
-func TestTokenFileReadsOnlyWhatIsThere(t *testing.T) {
+func TestTokenFileBounds(t *testing.T) {
 	text := mustOpen(t,
 		texttest.Files(t, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train
 	f := mustCache(t, filepath.Join(t.TempDir(), "tokens"), text, tokenizer.Bytes{})

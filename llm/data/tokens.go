@@ -87,8 +87,8 @@ func Tokenize(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (Tokens,
 
 // fingerprintOf returns the fingerprint of tokens, given a description of how they are made and the
 // fingerprint of their text.
-func fingerprintOf(how, text string) string {
-	return fmt.Sprintf("%x", sha256.Sum256(fmt.Appendf(nil, "%s %s", how, text)))
+func fingerprintOf(method, text string) string {
+	return fmt.Sprintf("%x", sha256.Sum256(fmt.Appendf(nil, "%s %s", method, text)))
 }
 
 func checkID(id, vocabSize int) error {

@@ -91,7 +91,7 @@ func TestDepthResumesOnGPU(t *testing.T) {
 				again := p.trainer(t, device, precision, 1, false, state.WithEmbargo(0))
 				deepens(t, again, "")
 				require.NoError(t, again.Resume(t.Context(), checkpointAt(folder, step)))
-				require.Equal(t, want[step:], losses(t, again), "behind step %d", step)
+				require.Equal(t, want[step:], losses(t, again), "after step %d", step)
 			}
 		})
 	}

@@ -27,8 +27,8 @@ func TestRanksExchange(t *testing.T) {
 		t.Skip("measures")
 	}
 	for n := 2; n <= most; n *= 2 {
-		said, _ := launched(t, exchangeRole, n)
-		t.Log(said)
+		output, _ := launched(t, exchangeRole, n)
+		t.Log(output)
 	}
 }
 
@@ -213,10 +213,10 @@ func (x *exchanger) model(ctx context.Context, name string, n *nccl.Group, g com
 		2*buckets*(bucketBytes>>20)*(size-1)/size)
 	for _, variant := range []struct {
 		name string
-		make func() error
+		run  func() error
 	}{{"direct", byRoutes(ours)}, {"NCCL's sends", byRoutes(theirs)},
 		{"NCCL's reduce-scatter and all-gather", collectives}, {"direct again", byRoutes(ours)}} {
-		took, err := x.timed(ctx, variant.make)
+		took, err := x.timed(ctx, variant.run)
 		if err != nil {
 			return fmt.Errorf("%s: %w", variant.name, err)
 		}

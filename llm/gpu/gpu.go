@@ -146,7 +146,7 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 		return nil, err
 	}
 
-	beside := func(g *llm.Graph) (llm.Machine, error) {
+	makeMachine := func(g *llm.Graph) (llm.Machine, error) {
 		return cudaops.NewMachine(b.device, g.G, append(slices.Clip(b.opts),
 			cudaops.WithParamsOf(machine), cudaops.WithOutputs(g.Outputs()...))...)
 	}
@@ -155,7 +155,7 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 		name += ", gradients " + p.String()
 	}
 
-	return &engine{name, llm.Inference{Model: b.model, Make: beside}, b.optimizer, b.config.Clip,
+	return &engine{name, llm.Inference{Model: b.model, Make: makeMachine}, b.optimizer, b.config.Clip,
 		g, machine, false, b, false}, nil
 }
 

@@ -38,7 +38,7 @@ func Load(ctx context.Context, device *cudaops.Device, precision cudaops.Precisi
 func load(ctx context.Context, device *cudaops.Device, precision cudaops.Precision, c llm.Config,
 	w Weights, opts []cudaops.MachineOption) (*llm.Inference, error) {
 	if ctx == nil || w == nil {
-		return nil, errors.New("the context or what has the weights is nil")
+		return nil, errors.New("the context or the source of the weights is nil")
 	}
 
 	if err := c.Check(); err != nil {

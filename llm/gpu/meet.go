@@ -50,8 +50,8 @@ func Team(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel
 	case device != nil:
 		return Join(ctx, w, device)
 	case w.Place().LocalSize != w.Size():
-		return nil, w.Blame(fmt.Errorf("llm/gpu: %d processes on several hosts: CPUs train "+
-			"together on one host alone", w.Size()))
+		return nil, w.Blame(fmt.Errorf("llm/gpu: %d processes on several hosts: training on "+
+			"CPUs is limited to a single host", w.Size()))
 	}
 
 	return parallel.Join(ctx, w)

@@ -42,7 +42,7 @@ func Join(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel
 			return nil, fmt.Errorf("llm/gpu: %w", errors.Join(w.Blame(err), g.Close()))
 		}
 		if why != nil {
-			slog.Debug("gradients travel by NCCL", "why", why)
+			slog.Debug("exchanging gradients with NCCL", "why", why)
 		}
 	}
 
@@ -131,13 +131,13 @@ func checkRanked(precision cudaops.Precision, team *parallel.Team, m *llm.Model,
 	k := m.Config.KasminaOptions
 	switch {
 	case precision == cudaops.Float16:
-		return errors.New("float16 is for a single GPU: bf16 needs no loss scale")
+		return errors.New("float16 supports only a single GPU: use bf16, which needs no loss scale")
 	case k.Stability == op.Strict || k.AdaptiveClip > 0:
-		return errors.New("the Strict mode and adaptive clipping of Kasmina layers are for a " +
-			"single GPU")
+		return errors.New("the Strict mode and adaptive clipping of Kasmina layers support " +
+			"only a single GPU")
 	case c.Accumulate < team.Size():
 		return fmt.Errorf("a step of %d batches leaves nothing to do for some of %d GPUs: "+
-			"TrainConfig.Accumulate is at least their number", c.Accumulate, team.Size())
+			"TrainConfig.Accumulate must be at least their number", c.Accumulate, team.Size())
 	}
 
 	return nil
@@ -221,12 +221,12 @@ func (r ranked) Wait() (float64, error) {
 	return float64(v.Data().(float32)), nil
 }
 
-func (r ranked) Finish(started bool, told func(loss float64) error) (float64, error) {
+func (r ranked) Finish(started bool, report func(loss float64) error) (float64, error) {
 	var loss *gorgonia.Node
 	if started {
 		loss = r.graph.Loss
 	}
-	norm, err := r.updated(r.machine.Rank().Step(loss, told))
+	norm, err := r.updated(r.machine.Rank().Step(loss, report))
 	return norm, r.blamed(err)
 }
 
@@ -252,7 +252,7 @@ func (r ranked) Add(in parallel.Round) error {
 func (r ranked) Land() error { return nil }
 
 func (r ranked) Gradients(data.Batch) (float64, error) {
-	return 0, errors.New("llm/gpu: the batches of a step are computed together: Batches")
+	return 0, errors.New("llm/gpu: the batches of a step are computed together: use Batches")
 }
 
 func (r ranked) Update() (float64, error) {

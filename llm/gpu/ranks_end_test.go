@@ -66,7 +66,7 @@ func TestRanksEnd(t *testing.T) {
 			require.NoError(t, syscall.Kill(pidOf(t, dir, 1), c.signal))
 			from := time.Now()
 			err := <-ended
-			t.Logf("all have ended %v behind the signal: %v", time.Since(from), err)
+			t.Logf("all have ended %v after the signal: %v", time.Since(from), err)
 			require.Error(t, err)
 			require.Less(t, time.Since(from), c.within)
 			out.mu.Lock()

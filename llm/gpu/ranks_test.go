@@ -329,7 +329,7 @@ func growthAt(step int) []state.Command {
 }
 
 // launched runs ranks and returns their output and the checkpoint.
-func launched(t *testing.T, role string, ranks int) (said string, file []byte) {
+func launched(t *testing.T, role string, ranks int) (output string, file []byte) {
 	t.Helper()
 	self, err := os.Executable()
 	require.NoError(t, err)
@@ -396,11 +396,11 @@ func TestRanksPace(t *testing.T) {
 			continue
 		}
 		t.Run(name, func(t *testing.T) {
-			said, _ := launched(t, "plain "+name, 1)
-			t.Logf("plain: %s", said)
+			output, _ := launched(t, "plain "+name, 1)
+			t.Logf("plain: %s", output)
 			for n := 2; n <= most; n *= 2 {
-				said, _ := launched(t, name, n)
-				t.Log(said)
+				output, _ := launched(t, name, n)
+				t.Log(output)
 			}
 		})
 	}
@@ -418,8 +418,8 @@ func TestRanksLarge(t *testing.T) {
 	}
 	for _, name := range []string{"8B", "8B in 95 GiB", "8B, recomputed"} {
 		t.Run(name, func(t *testing.T) {
-			said, _ := launched(t, name, gpus(t))
-			t.Log(said)
+			output, _ := launched(t, name, gpus(t))
+			t.Log(output)
 		})
 	}
 }

@@ -70,10 +70,10 @@ func siteTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision, c ll
 		config.Engine = gpu.Engine(device, p)
 	}
 
-	if make := config.Engine; len(keeps) > 0 && !keeps[0] {
+	if newEngine := config.Engine; len(keeps) > 0 && !keeps[0] {
 		config.Engine = func(m *llm.Model, o optim.Optimizer,
 			c llm.TrainConfig) (llm.Engine, error) {
-			e, err := make(m, o, c)
+			e, err := newEngine(m, o, c)
 			if err != nil {
 				return nil, err
 			}
@@ -342,12 +342,12 @@ func swapPace(t *testing.T, device *cudaops.Device, name string, c llm.Config, s
 	require.Len(t, took, 33)
 	for _, at := range []int{8, 16, 24} {
 		timed := slices.Sorted(slices.Values(took[at+3 : at+8]))
-		var behind time.Duration
+		var after time.Duration
 		for _, d := range took[at : at+3] {
-			behind += d
+			after += d
 		}
-		fmt.Printf("swap: %s: behind step %d %.0f ms beyond three steps of %.1f ms\n", name, at,
-			ms(behind-3*timed[2]), ms(timed[2]))
+		fmt.Printf("swap: %s: after step %d %.0f ms beyond three steps of %.1f ms\n", name, at,
+			ms(after-3*timed[2]), ms(timed[2]))
 	}
 
 	require.NoError(t, tr.Close())

@@ -146,23 +146,23 @@ func readTraits(o *object) (*traits, error) {
 		return nil, o.err
 	case t.family == "gemma3":
 		return nil,
-			fmt.Errorf("model_type is gemma3, a model of text and pictures: only its part for " +
-				"text, gemma3_text, can be read")
+			fmt.Errorf("model_type is gemma3, a model for text and images: only its text " +
+				"part, gemma3_text, is supported")
 	case !ok:
 		return nil, fmt.Errorf("model_type is %.40q, want one of %s", t.family, familyNames())
 	}
 
 	// Report quantized weights and custom code before complaining about sizes.
 	o.only("quantization_config", "",
-		"quantized weights are not supported: take the folder of the model as it was before "+
+		"quantized weights are not supported: use the folder of the model before "+
 			"quantization")
-	o.only("auto_map", "", "models with code of their own are not supported")
-	o.only("is_encoder_decoder", "false", "only decoders can be read")
-	o.only("add_cross_attention", "false", "only decoders can be read")
+	o.only("auto_map", "", "models with custom code are not supported")
+	o.only("is_encoder_decoder", "false", "only decoders are supported")
+	o.only("add_cross_attention", "false", "only decoders are supported")
 	o.only("is_decoder", "false", "it changes how transformers builds the model")
 	o.only("chunk_size_feed_forward", "0", "perceptrons are computed in one piece")
 	o.only("attention_dropout", "0", "training with dropout is not supported: set it to 0")
-	o.only("partial_rotary_factor", "1", "every feature of a head takes part in RoPE here")
+	o.only("partial_rotary_factor", "1", "only RoPE of all features of a head is supported")
 	o.harmless(inert...)
 	var classes []string
 	if o.take("architectures", &classes, "a list of names") && !slices.Contains(classes, f.class) {
@@ -248,12 +248,12 @@ func readLlama(o *object, t *traits) {
 	bias := o.bool("attention_bias", false)
 	t.biasQKV, t.biasOut = bias, bias
 	t.biasMLP = o.bool("mlp_bias", false)
-	o.only("rope_interleaved", "false", "pairs of features are those half a head apart")
+	o.only("rope_interleaved", "false", "only pairs of features that are half a head apart are supported")
 }
 
 func readMistral(o *object, t *traits) {
 	t.window = o.number("sliding_window", 0, 1, maxField)
-	if _, said := o.members["sliding_window"]; !said {
+	if _, present := o.members["sliding_window"]; !present {
 		t.window = 4096
 	}
 	t.allWindowed()
@@ -267,7 +267,7 @@ func (t *traits) allWindowed() {
 
 func readQwen2(o *object, t *traits) {
 	t.biasQKV = true
-	o.only("use_mrope", "false", "it is for pictures")
+	o.only("use_mrope", "false", "it is for images")
 	readQwenWindow(o, t)
 }
 
@@ -282,7 +282,7 @@ func readQwen3(o *object, t *traits) {
 func readQwenWindow(o *object, t *traits) {
 	on, window := o.bool("use_sliding_window", false), o.number("sliding_window", 4096, 1, maxField)
 	from := o.number("max_window_layers", 28, 0, maxField)
-	if _, said := o.members["sliding_window"]; said && !o.has("sliding_window") {
+	if _, present := o.members["sliding_window"]; present && !o.has("sliding_window") {
 		on = false
 	}
 	if !on {
@@ -314,7 +314,7 @@ func (t *traits) readLayerTypes(o *object, usual func(layer int) bool) {
 		case name == "sliding_attention" && t.window > 0:
 			windowed[i] = true
 		case name == "sliding_attention":
-			o.fail("layer_types", "layer %d is %s, and there is no sliding_window", i, name)
+			o.fail("layer_types", "layer %d is %s, but sliding_window is missing", i, name)
 		default:
 			o.fail("layer_types", "layer %d is %.40q, want full_attention or sliding_attention", i,
 				name)
@@ -378,9 +378,9 @@ func readGemma3(o *object, t *traits) {
 	}
 
 	t.own.AttentionScale = 1 / math.Sqrt(scalar)
-	o.only("attn_logit_softcapping", "", "scores are not capped here")
-	o.only("final_logit_softcapping", "", "logits are not capped here")
-	o.only("use_bidirectional_attention", "false", "text is read forwards")
+	o.only("attn_logit_softcapping", "", "capping the scores is not supported")
+	o.only("final_logit_softcapping", "", "capping the logits is not supported")
+	o.only("use_bidirectional_attention", "false", "only causal attention is supported")
 	every := o.number("sliding_window_pattern", 6, 1, maxField)
 	o.harmless("_sliding_window_pattern") // transformers writes this field but never reads it
 	t.window = o.number("sliding_window", 4096, 1, maxField)
@@ -405,7 +405,7 @@ func (t *traits) check() error {
 	for _, id := range slices.Concat(t.ids.end, []int{t.ids.begin}) {
 		if id >= t.vocab {
 			return fail("vocab_size",
-				"it is %d, and a token that begins or ends a text has the id %d",
+				"it is %d, but the token at the start or end of a text has the id %d",
 				t.vocab, id)
 		}
 	}
@@ -424,7 +424,7 @@ func (t *traits) config() (llm.Config, error) {
 	c.Scaling, c.Blocks = t.rope.scaling(), t.blocks()
 	c.QKVBias, c.OutBias, c.MLPBias, c.QKNorm = t.biasQKV, t.biasOut, t.biasMLP, t.normQK
 	if c.MLPBias && !c.PlainMLP {
-		return c, errors.New("mlp_bias: it is true, and perceptrons with a gate have no biases here")
+		return c, errors.New("mlp_bias: it is true, but biases of gated perceptrons are not supported")
 	}
 	return c, c.Check()
 }

@@ -74,7 +74,7 @@ func (s *saving) changedConfig(c llm.Config, d safetensors.DType) ([]byte, error
 	}
 
 	if !same(c, described) {
-		return nil, fmt.Errorf("the model is not the one of %s: save without Like", s.like.Dir)
+		return nil, fmt.Errorf("the model differs from the one in %s: save without Like", s.like.Dir)
 	}
 
 	return append(text, '\n'), nil
@@ -108,7 +108,7 @@ func describeLayers(fields map[string]any, c llm.Config) {
 // ownConfig returns a config.json for a model that wasn't loaded from a folder.
 func (s *saving) ownConfig(c llm.Config) ([]byte, error) {
 	if c.Dim%c.Heads != 0 {
-		return nil, fmt.Errorf("Config.Dim is %d, and transformers wants a multiple of Heads, %d",
+		return nil, fmt.Errorf("Config.Dim is %d, but transformers requires a multiple of Heads, %d",
 			c.Dim,
 			c.Heads)
 	}
@@ -149,7 +149,7 @@ func (s *saving) ownConfig(c llm.Config) ([]byte, error) {
 
 	if !same(c, described) {
 		return nil,
-			fmt.Errorf("the model is no plain Llama: name the folder that it came from with Like")
+			fmt.Errorf("the model is not a plain Llama: pass the folder that it came from with Like")
 	}
 
 	return append(text, '\n'), nil

@@ -28,9 +28,9 @@ func readGPT2(o *object, t *traits) {
 		o.fail("n_embd", "it is %d, want a multiple of n_head, %d", t.dim, t.heads)
 	}
 
-	o.only("scale_attn_weights", "true", "scores are always scaled here")
-	o.only("scale_attn_by_inverse_layer_idx", "false", "the scale of scores is that of all layers")
-	o.only("n_ctx", fmt.Sprint(t.positions), "n_positions is another number")
+	o.only("scale_attn_weights", "true", "only scaled scores are supported")
+	o.only("scale_attn_by_inverse_layer_idx", "false", "a scale for each layer is not supported")
+	o.only("n_ctx", fmt.Sprint(t.positions), "n_positions is different")
 	o.harmless("reorder_and_upcast_attn", "gradient_checkpointing", "summary_activation",
 		"summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
 		// Dropout was used when the model was trained. Training here continues without it.

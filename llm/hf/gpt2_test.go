@@ -58,8 +58,8 @@ func TestGPT2Refused(t *testing.T) {
 		`{"add_cross_attention": true}`:             "add_cross_attention",
 		`{"n_ctx": 65}`:                             "n_ctx",
 		`{"n_head": 3}`:                             "n_embd: it is 16, want a multiple of n_head, 3",
-		`{"n_positions": 65}`:                       "tensor transformer.wpe.weight has the shape",
-		`{"n_inner": 41}`:                           "tensor transformer.h.0.mlp.c_fc.bias has the shape",
+		`{"n_positions": 65}`:                       "tensor transformer.wpe.weight has shape",
+		`{"n_inner": 41}`:                           "tensor transformer.h.0.mlp.c_fc.bias has shape",
 	} {
 		dir := copyOf(t, "gpt2")
 		rewrite(t, filepath.Join(dir, configName), func(fields map[string]any) {

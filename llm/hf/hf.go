@@ -24,7 +24,7 @@ import (
 )
 
 // ErrFolder is wrapped by errors about folders that don't contain a model or contain contradictory files.
-var ErrFolder = errors.New("no model that can be loaded")
+var ErrFolder = errors.New("not a model that can be loaded")
 
 // A Folder is a model folder. Its description has been read and checked against the headers of its
 // weights. Call Close after use. All methods except Close may be called concurrently.

@@ -88,7 +88,7 @@ func TestHostileFolders(t *testing.T) {
 			more := x[0]
 			more.Name = "model.layers.7.extra"
 			return append(x, more)
-		}, `tensor "model.layers.7.extra" belongs to no part`},
+		}, `tensor "model.layers.7.extra" does not belong to`},
 		"wrong shape": {func(x []safetensors.Tensor) []safetensors.Tensor {
 			for i := range x {
 				if x[i].Name == q {
@@ -96,7 +96,7 @@ func TestHostileFolders(t *testing.T) {
 				}
 			}
 			return x
-		}, "tensor " + q + " has the shape [32 8], and by config.json it is [16 16]"},
+		}, "tensor " + q + " has shape [32 8], but config.json implies [16 16]"},
 		"wrong type": {func(x []safetensors.Tensor) []safetensors.Tensor {
 			for i := range x {
 				if x[i].Name == q {
@@ -175,7 +175,7 @@ func TestHostileShards(t *testing.T) {
 			rewrite(t, filepath.Join(dir, indexName), func(f map[string]any) {
 				delete(entry(f), embedName)
 			})
-		}, "is not in it"},
+		}, "is not in the index"},
 		"in no file": {func(t *testing.T, dir string, shards []string) {
 			rewrite(t, filepath.Join(dir, indexName), func(f map[string]any) {
 				entry(f)["model.more"] = filepath.Base(shards[0])
@@ -208,9 +208,9 @@ func TestHostileConfig(t *testing.T) {
 	require.NoError(t, json.Unmarshal(original, &fields))
 	for text, want := range map[string]string{
 		`{"rope_twist": 2}`: "rope_twist is 2: this " +
-			"field is not understood",
+			"field is not supported",
 		`{"model_type": "mamba"}`:           `model_type is "mamba", want one of gemma3_text`,
-		`{"model_type": "gemma3"}`:          "only its part for text",
+		`{"model_type": "gemma3"}`:          "only its text part",
 		`{"architectures": ["LlamaModel"]}`: "architectures",
 		`{"hidden_act": "relu"}`:            "hidden_act",
 		`{"hidden_size": -1}`:               "hidden_size: it is -1",
@@ -219,9 +219,9 @@ func TestHostileConfig(t *testing.T) {
 		// encoding/json accepts a number in quotes as a json.Number.
 		`{"hidden_size": "16"}`:          "tensor",
 		`{"vocab_size": 2}`:              "vocab_size: it is 2",
-		`{"vocab_size": 49}`:             "tensor model.embed_tokens.weight has the shape",
+		`{"vocab_size": 49}`:             "tensor model.embed_tokens.weight has shape",
 		`{"num_hidden_layers": 3}`:       "tensor model.layers.2.input_layernorm.weight is missing",
-		`{"num_hidden_layers": 1}`:       "belongs to no part",
+		`{"num_hidden_layers": 1}`:       "does not belong to",
 		`{"num_hidden_layers": 4000000}`: "num_hidden_layers: it is 4000000",
 		`{"num_key_value_heads": 3}`:     "num_attention_heads: it is 4, want a multiple",
 		`{"head_dim": 3}`: "head_dim: it " +
@@ -256,7 +256,7 @@ func TestHostileConfig(t *testing.T) {
 	}
 
 	for text, want := range map[string]string{
-		"": "no JSON", "[1]": "want a JSON object", "{": "no JSON", "{} {}": "",
+		"": "invalid JSON", "[1]": "want a JSON object", "{": "invalid JSON", "{} {}": "",
 		`{"a": 1, "a": 2}`:             `"a" occurs twice`,
 		`{"a": {"b": 1, "b": 2}}`:      `"b" occurs twice`,
 		strings.Repeat(`{"a":`, 1<<18): "nested deeper",
@@ -364,7 +364,7 @@ func TestGeneration(t *testing.T) {
 		TopK: 20, TopP: 0.9, Ignored: []string{"repetition_penalty"}}, f.Generation)
 	for text, want := range map[string]string{`{"eos_token_id": 48}`: "eos_token_id",
 		`{"top_p": 2}`:        "top_p",
-		`{"more": 1}`:         "more is 1: this field is not understood",
+		`{"more": 1}`:         "more is 1: this field is not supported",
 		`{"temperature": -1}`: "temperature"} {
 		require.NoError(t, os.WriteFile(path, []byte(text), 0o666))
 		refuses(t, dir, want)

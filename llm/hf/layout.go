@@ -132,7 +132,7 @@ func (w *weights) fit(c llm.Config, all []stored, ignored *regexp.Regexp) error 
 	for _, t := range all {
 		f, ok := rest[t.name]
 		if !ok {
-			return fmt.Errorf("tensor %s is missing from the weights, which have %d others", t.name,
+			return fmt.Errorf("tensor %s is missing from the weights, which have %d tensors", t.name,
 				len(w.in))
 		}
 		dtype, have, err := f.Info(t.name)
@@ -143,7 +143,7 @@ func (w *weights) fit(c llm.Config, all []stored, ignored *regexp.Regexp) error 
 			return fmt.Errorf("tensor %s is of type %s, want F32, F16 or BF16", t.name, dtype)
 		}
 		if !slices.Equal(have, t.shape) {
-			return fmt.Errorf("tensor %s has the shape %v, and by config.json it is %v", t.name, have,
+			return fmt.Errorf("tensor %s has shape %v, but config.json implies %v", t.name, have,
 				t.shape)
 		}
 		delete(rest, t.name)

@@ -202,7 +202,7 @@ func TestLoadTime(t *testing.T) {
 				}
 			}
 			if tokens > 4 {
-				t.Logf("behind %d tokens, which take %.1f ms, %.0f tokens/s", at,
+				t.Logf("after %d tokens, which take %.1f ms, %.0f tokens/s", at,
 					first.Seconds()*1e3, float64(tokens-4)/time.Since(begin).Seconds())
 			}
 		}

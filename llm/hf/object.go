@@ -55,7 +55,7 @@ func checkJSON(text []byte) error {
 			return nil
 		}
 		if err != nil {
-			return fmt.Errorf("it is no JSON at byte %d: %w", d.InputOffset(), err)
+			return fmt.Errorf("invalid JSON at byte %d: %w", d.InputOffset(), err)
 		}
 		if n := len(levels); n > 0 && levels[n-1].key {
 			if key, ok := token.(string); ok {
@@ -101,8 +101,8 @@ func (o *object) done() error {
 	}
 	for _, name := range slices.Sorted(maps.Keys(o.members)) {
 		if !o.taken[name] {
-			return fmt.Errorf("%s%s is %.60s: this field is not understood, and to ignore it "+
-				"might make another model of it", o.at, name, o.members[name])
+			return fmt.Errorf("%s%s is %.60s: this field is not supported, and ignoring it "+
+				"might change the model", o.at, name, o.members[name])
 		}
 	}
 	return nil
@@ -152,7 +152,7 @@ func (o *object) number(name string, missing, least, most int) int {
 // must is like number but fails if the member is absent.
 func (o *object) must(name string, least, most int) int {
 	if !o.has(name) {
-		o.fail(name, "it is missing, and nothing can stand for it")
+		o.fail(name, "it is missing and has no default")
 	}
 	return o.number(name, least, least, most)
 }
@@ -196,9 +196,9 @@ func (o *object) ids(name string) []int {
 		return nil
 	}
 
-	var many []int
-	if json.Unmarshal(o.members[name], &many) == nil {
-		return many
+	var list []int
+	if json.Unmarshal(o.members[name], &list) == nil {
+		return list
 	}
 
 	var one int

@@ -80,12 +80,12 @@ func (r *rope) read(outer *object, name string, members map[string]json.RawMessa
 	o.taken["type"] = true
 	r.theta = o.float("rope_theta", r.theta)
 	r.check(o, "rope_theta")
-	o.only("partial_rotary_factor", "1", "every feature of a head takes part in RoPE here")
+	o.only("partial_rotary_factor", "1", "only RoPE of all features of a head is supported")
 	r.original = o.number("original_max_position_embeddings", positions, 1, maxField)
 	switch r.kind {
 	case "default", "mrope":
 		if r.kind == "mrope" {
-			o.fail("rope_type", "it is mrope, which is for pictures")
+			o.fail("rope_type", "it is mrope, which is for images")
 		}
 		// Older versions of transformers wrote a factor of 1 for the default embedding.
 		o.only("factor", "1", "rope_type default has no factor")
@@ -100,7 +100,7 @@ func (r *rope) read(outer *object, name string, members map[string]json.RawMessa
 		}
 		if !o.has("original_max_position_embeddings") {
 			o.fail("original_max_position_embeddings",
-				"it is missing, and nothing can stand for it")
+				"it is missing and has no default")
 		}
 	case "yarn":
 		r.readYarn(o)

@@ -74,7 +74,7 @@ func (w *weights) openShards(dir string, text []byte) error {
 		return fmt.Errorf("%s: %w", indexName, fmt.Errorf(format, args...))
 	}
 	if _, err := os.Stat(filepath.Join(dir, weightsName)); err == nil {
-		return fail("there is %s too, and nothing says which of them holds: remove one",
+		return fail("%s exists too, and it is unclear which one applies: remove one",
 			weightsName)
 	}
 
@@ -96,7 +96,7 @@ func (w *weights) openShards(dir string, text []byte) error {
 	shards := slices.Sorted(maps.Values(index.Map))
 	shards = slices.Compact(shards)
 	if len(shards) > maxShards {
-		return fail("it names %d files, want %d at most", len(shards), maxShards)
+		return fail("it names %d files, want at most %d", len(shards), maxShards)
 	}
 
 	for _, name := range shards {
@@ -118,16 +118,16 @@ func (w *weights) openShards(dir string, text []byte) error {
 	for _, tensor := range slices.Sorted(maps.Keys(index.Map)) {
 		f, ok := w.in[tensor]
 		if !ok {
-			return fail("tensor %.100q is not in %s, where it says", tensor, index.Map[tensor])
+			return fail("tensor %.100q is not in %s, contrary to the index", tensor, index.Map[tensor])
 		}
 		if at[f] != index.Map[tensor] {
-			return fail("tensor %.100q is in %s, and it says %s", tensor, at[f], index.Map[tensor])
+			return fail("tensor %.100q is in %s, but the index says %s", tensor, at[f], index.Map[tensor])
 		}
 	}
 
 	for _, tensor := range w.order {
 		if _, ok := index.Map[tensor]; !ok {
-			return fail("tensor %.100q of %s is not in it", tensor, at[w.in[tensor]])
+			return fail("tensor %.100q of %s is not in the index", tensor, at[w.in[tensor]])
 		}
 	}
 
@@ -178,8 +178,8 @@ func (w *weights) noOthers(c llm.Config, rest map[string]*safetensors.File) erro
 
 	if len(rest) > 0 {
 		names := slices.Sorted(maps.Keys(rest))
-		return fmt.Errorf("tensor %.100q belongs to no part of the model that config.json "+
-			"describes, and %d such tensors there are", names[0], len(names))
+		return fmt.Errorf("tensor %.100q does not belong to the model that config.json "+
+			"describes, and there are %d such tensors", names[0], len(names))
 	}
 
 	return nil

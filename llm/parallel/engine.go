@@ -293,7 +293,7 @@ func (e *engine) norms(acc any) (host, seeds float64, err error) {
 		var squares float64
 		for range cpu.CeilDiv(s.len, cpu.VectorGrain) {
 			if len(blocks) < 8 {
-				return 0, 0, errors.New("parallel: ranks have divided the model in different ways")
+				return 0, 0, errors.New("parallel: the ranks have divided the model differently")
 			}
 			squares += math.Float64frombits(binary.LittleEndian.Uint64(blocks))
 			blocks = blocks[8:]
@@ -334,13 +334,13 @@ func (e *engine) updateParts() error {
 		return failed
 	}
 
-	for r, said := range all {
+	for r, answer := range all {
 		switch {
-		case len(said) < 1 || said[0] > refused:
-			return fmt.Errorf("parallel: rank %d does something else than an update", r)
-		case said[0] == refused:
-			return fmt.Errorf("rank %d: %s", r, said[1:])
-		case said[0] == overflowed:
+		case len(answer) < 1 || answer[0] > refused:
+			return fmt.Errorf("parallel: rank %d is not performing an update", r)
+		case answer[0] == refused:
+			return fmt.Errorf("rank %d: %s", r, answer[1:])
+		case answer[0] == overflowed:
 			return llm.ErrOverflow
 		}
 	}
@@ -401,7 +401,7 @@ func (e *engine) Gather() error {
 func (e *engine) Own() ([]optim.Part, error) { return e.parts, nil }
 
 func (e *engine) Gradients(data.Batch) (float64, error) {
-	return 0, errors.New("parallel: the batches of a step are computed together: Batches")
+	return 0, errors.New("parallel: the batches of a step are computed together: use Batches")
 }
 
 // Figures implements [llm.Sensor] for the last batch of this rank.

@@ -105,16 +105,16 @@ func rankIn(dir string) (err error) {
 
 // screen collects the output of ranks.
 type screen struct {
-	mu   sync.Mutex
-	text bytes.Buffer
-	came chan struct{} // buffered: receives a value for each line written
+	mu    sync.Mutex
+	text  bytes.Buffer
+	lines chan struct{} // buffered: receives a value for each line written
 }
 
 func (s *screen) Write(b []byte) (int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	select {
-	case s.came <- struct{}{}:
+	case s.lines <- struct{}{}:
 	default:
 	}
 	return s.text.Write(b)
@@ -126,7 +126,7 @@ func start(ctx context.Context, t *testing.T, dir string, size int, env ...strin
 	t.Helper()
 	self, err := os.Executable()
 	require.NoError(t, err)
-	out, ended = &screen{came: make(chan struct{}, 1000)}, make(chan error, 1)
+	out, ended = &screen{lines: make(chan struct{}, 1000)}, make(chan error, 1)
 	go func() {
 		ended <- launch.Run(ctx, launch.Job{Path: self, PerNode: size, Stdout: out, Stderr: out,
 			Env: append(append(os.Environ(), folderVariable+"="+dir), env...)})
@@ -188,7 +188,7 @@ func TestKilledRanks(t *testing.T) {
 		out, ended := start(ctx, t, dir, size)
 		for range 1 + r.IntN(3) { // wait for a few lines
 			select {
-			case <-out.came:
+			case <-out.lines:
 			case err := <-ended:
 				ended <- err
 			case <-time.After(patience):
@@ -197,15 +197,15 @@ func TestKilledRanks(t *testing.T) {
 		}
 		time.Sleep(time.Duration(r.Int64N(int64(30 * time.Millisecond))))
 		all, victim := children(t), r.IntN(size)
-		pid, there := all[victim]
-		if there {
-			there = syscall.Kill(pid, syscall.SIGKILL) == nil
+		pid, found := all[victim]
+		if found {
+			found = syscall.Kill(pid, syscall.SIGKILL) == nil
 		}
 		from := time.Now()
 		err := <-ended
 		cancel()
 		var e *launch.Error
-		if there && errors.As(err, &e) {
+		if found && errors.As(err, &e) {
 			require.Less(t, time.Since(from), 10*time.Second)
 			require.Equal(t, victim, e.Deaths[0].Rank, "%v\n%s", err, out.text.String())
 			require.ErrorContains(t, err, fmt.Sprintf("rank %d", victim))
@@ -246,7 +246,7 @@ func TestStoppedRank(t *testing.T) {
 	dir := t.TempDir()
 	folders.Store(t.Name(), dir)
 	out, ended := start(t.Context(), t, dir, 3)
-	<-out.came
+	<-out.lines
 	require.NoError(t, syscall.Kill(children(t)[1], syscall.SIGSTOP))
 	from := time.Now()
 	err := <-ended

@@ -37,26 +37,26 @@ var aims = []string{"forward", "backward", "update", "own", "part", "parts", "ma
 // victim is an engine that kills its process during the phase in aim.
 type victim struct {
 	llm.Parallel
-	aim   string
-	after int    // number of steps before the kill
-	path  string // path of the checkpoint
-	steps int
-	batch time.Duration // duration of the last batch
-	made  time.Duration // duration of the last update
+	aim    string
+	after  int    // number of steps before the kill
+	path   string // path of the checkpoint
+	steps  int
+	batch  time.Duration // duration of the last batch
+	update time.Duration // duration of the last update
 }
 
 // aimed wraps the engine of the rank that is to die.
-func aimed(rank int, path string, make func(*llm.Model, optim.Optimizer, llm.TrainConfig) (
+func aimed(rank int, path string, newEngine func(*llm.Model, optim.Optimizer, llm.TrainConfig) (
 	llm.Engine, error)) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error) {
 	v := victim{path: path}
 	var own int
 	n, err := fmt.Sscan(os.Getenv(aimVariable), &own, &v.aim, &v.after)
 	if n != 3 || err != nil || own != rank {
-		return make
+		return newEngine
 	}
 
 	return func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
-		e, err := make(m, o, c)
+		e, err := newEngine(m, o, c)
 		if err != nil {
 			return nil, err
 		}
@@ -97,11 +97,11 @@ func (v *victim) Batches(n int, next func() (data.Batch, error)) ([]float64, err
 
 func (v *victim) Update() (float64, error) {
 	if v.aim == "update" && v.steps > v.after {
-		die(share(v.made, 0, 1))
+		die(share(v.update, 0, 1))
 	}
 	began := time.Now()
 	norm, err := v.Parallel.Update()
-	v.made = time.Since(began)
+	v.update = time.Since(began)
 	return norm, err
 }
 
@@ -112,15 +112,15 @@ func (v *victim) Own() ([]optim.Part, error) {
 		case "own":
 			die(0)
 		case "part", "parts", "main", "tidy":
-			before := v.beside()
+			before := v.names()
 			go v.watch(before)
 		}
 	}
 	return v.Parallel.Own()
 }
 
-// beside returns the names in the checkpoint's folder.
-func (v *victim) beside() map[string]bool {
+// names returns the names in the checkpoint's folder.
+func (v *victim) names() map[string]bool {
 	names := map[string]bool{}
 	entries, _ := os.ReadDir(filepath.Dir(v.path))
 	for _, e := range entries {
@@ -136,7 +136,7 @@ func (v *victim) watch(before map[string]bool) {
 	base := filepath.Base(v.path)
 	for {
 		temporary, complete := 0, 0
-		for name := range v.beside() {
+		for name := range v.names() {
 			switch {
 			case before[name]:
 			case atomicfile.IsTemporary(name):

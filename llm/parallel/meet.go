@@ -39,7 +39,7 @@ func MeetWith(ctx context.Context, getenv func(string) string, batches int, o co
 	}
 
 	if o.Deadline < 0 {
-		return nil, fmt.Errorf("parallel: a deadline of %v: want some time, such as %v", o.Deadline,
+		return nil, fmt.Errorf("parallel: a deadline of %v: want a positive duration, such as %v", o.Deadline,
 			Deadline)
 	}
 

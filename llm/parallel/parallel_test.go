@@ -104,12 +104,12 @@ func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model
 		return err
 	}
 
-	make := s.optimizer
-	if make == nil {
-		make = adamW
+	newOptimizer := s.optimizer
+	if newOptimizer == nil {
+		newOptimizer = adamW
 	}
 
-	o, err := make()
+	o, err := newOptimizer()
 	if err != nil {
 		return err
 	}

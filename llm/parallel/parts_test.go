@@ -22,8 +22,8 @@ func (s setup) whole(t *testing.T, from string) []byte {
 	return s.file(t, 0)
 }
 
-// beside returns the names of all other files in a checkpoint's folder.
-func beside(t *testing.T, path string) (names []string) {
+// otherFiles returns the names of all other files in a checkpoint's folder.
+func otherFiles(t *testing.T, path string) (names []string) {
 	t.Helper()
 	entries, err := os.ReadDir(filepath.Dir(path))
 	require.NoError(t, err)
@@ -62,16 +62,16 @@ func TestParts(t *testing.T) {
 				own.save = filepath.Join(t.TempDir(), "run.safetensors")
 				own.stop = s.steps / 2
 				require.ErrorIs(t, own.run(t, sizes[0]), errStop)
-				require.Len(t, beside(t, own.save), sizes[0])
+				require.Len(t, otherFiles(t, own.save), sizes[0])
 				_, err := llm.LoadModel(t.Context(), own.save)
 				require.NoError(t, err)
 				own.stop, own.resume = 0, own.save
 				require.NoError(t, own.run(t, sizes[1]))
-				require.Len(t, beside(t, own.save), sizes[1])
+				require.Len(t, otherFiles(t, own.save), sizes[1])
 				require.True(t, bytes.Equal(want, s.whole(t, own.save)), "%d ranks", sizes)
 				own.parts, own.resume = false, own.save
 				require.NoError(t, own.run(t, 2))
-				require.Empty(t, beside(t, own.save))
+				require.Empty(t, otherFiles(t, own.save))
 			}
 		})
 	}
@@ -100,7 +100,7 @@ func TestPartsTidy(t *testing.T) {
 		require.FileExists(t, filepath.Join(dir, name))
 	}
 
-	require.Len(t, beside(t, s.save), len(keep)+2)
+	require.Len(t, otherFiles(t, s.save), len(keep)+2)
 }
 
 // TestDamagedParts checks that an incomplete or damaged set of files is refused with an error that names
@@ -112,7 +112,7 @@ func TestDamagedParts(t *testing.T) {
 	other := s
 	other.text, other.save = 1, filepath.Join(t.TempDir(), "run.safetensors")
 	require.NoError(t, other.run(t, 2))
-	parts, theirs := beside(t, s.save), beside(t, other.save)
+	parts, theirs := otherFiles(t, s.save), otherFiles(t, other.save)
 	require.Len(t, parts, 2)
 	second := filepath.Join(filepath.Dir(s.save), parts[1])
 	sound, err := os.ReadFile(second)
@@ -159,7 +159,7 @@ func TestDamagedPartsOfScales(t *testing.T) {
 	s := setup{config: small(), steps: 2, accumulate: 2, parts: true, optimizer: adamW8bit}
 	s.save = filepath.Join(t.TempDir(), "run.safetensors")
 	require.NoError(t, s.run(t, 2))
-	second := filepath.Join(filepath.Dir(s.save), beside(t, s.save)[1])
+	second := filepath.Join(filepath.Dir(s.save), otherFiles(t, s.save)[1])
 	sound, err := os.ReadFile(second)
 	require.NoError(t, err)
 
@@ -180,9 +180,9 @@ func TestDamagedPartsOfScales(t *testing.T) {
 	require.NoError(t, own.run(t, 0))
 }
 
-// edited returns a part with old replaced by new in the names of tensors. If old is empty, it instead
+// edited returns a part with old replaced by to in the names of tensors. If old is empty, it instead
 // drops every tensor that doesn't start at element 0.
-func (s setup) edited(t *testing.T, path, old, new string) []byte {
+func (s setup) edited(t *testing.T, path, old, to string) []byte {
 	t.Helper()
 	tensors, metadata, err := safetensors.Load(path)
 	require.NoError(t, err)
@@ -193,7 +193,7 @@ func (s setup) edited(t *testing.T, path, old, new string) []byte {
 	}
 
 	for i := range tensors {
-		tensors[i].Name = strings.ReplaceAll(tensors[i].Name, old, new)
+		tensors[i].Name = strings.ReplaceAll(tensors[i].Name, old, to)
 	}
 
 	out := filepath.Join(t.TempDir(), "part")

@@ -45,12 +45,12 @@ func TestBoardSteersAllRanks(t *testing.T) {
 				defer mu.Unlock()
 				m[rank] = append(m[rank], step)
 			}
-			there := false
+			germinated := false
 			tr.On(func(e llm.Event) error {
 				switch {
-				case e.Kind == llm.StepEnd && !there:
+				case e.Kind == llm.StepEnd && !germinated:
 					stage := tr.Model.Kasmina.Lattice(0).Report().Seeds[3].Stage
-					if there = stage == state.Germinated; there {
+					if germinated = stage == state.Germinated; germinated {
 						note(grown, e.Step)
 					}
 				case e.Kind == llm.Saved:
@@ -152,7 +152,7 @@ func TestBoardMeasuresAllRanks(t *testing.T) {
 		own := s
 		var person sync.WaitGroup
 		own.more = func(tr *llm.Trainer) {
-			g := llm.Growth{Controller: nobody{}, Validation: text}
+			g := llm.Growth{Controller: passive{}, Validation: text}
 			if rank == 0 {
 				g.Record = &record
 			}
@@ -243,10 +243,10 @@ func TestBoardMeasuresAllRanks(t *testing.T) {
 	}
 }
 
-// nobody is a controller that never issues commands.
-type nobody struct{}
+// passive is a controller that never issues commands.
+type passive struct{}
 
-func (nobody) Decide([]state.Report) []state.Command { return nil }
+func (passive) Decide([]state.Report) []state.Command { return nil }
 
 // post sends JSON with a token and returns the status of the response, or 0.
 func post(url, token, body string) int {

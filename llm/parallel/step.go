@@ -121,8 +121,8 @@ func (t *Team) compared(own report, loader error) ([]report, error) {
 			return nil, fmt.Errorf("rank %d: %s", r, other.Err)
 		case other.Lattices != all[0].Lattices:
 			return nil,
-				fmt.Errorf("parallel: the lattices of ranks 0 and %d are not the same any more: "+
-					"while ranks train, what changes seeds must be submitted (Model.Kasmina.Submit)", r)
+				fmt.Errorf("parallel: the lattices of ranks 0 and %d are no longer the same: "+
+					"while several ranks train, submit changes of seeds with Model.Kasmina.Submit", r)
 		}
 	}
 
@@ -144,7 +144,7 @@ func (t *Team) reports(own report) ([]report, error) {
 	all := make([]report, len(texts))
 	for r, text := range texts {
 		if err := gob.NewDecoder(bytes.NewReader(text)).Decode(&all[r]); err != nil {
-			return nil, fmt.Errorf("parallel: rank %d does something else than a step: %w", r, err)
+			return nil, fmt.Errorf("parallel: rank %d is not performing a step: %w", r, err)
 		}
 	}
 
@@ -217,10 +217,10 @@ type Stepper interface {
 	Start(b data.Batch, r Round) error
 	Wait() (float64, error)
 	// Finish performs the update after the last round of a step. The argument started reports whether
-	// this rank started a batch in that round. As soon as the passes have reported, Finish calls told
+	// this rank started a batch in that round. As soon as the passes have reported, Finish calls report
 	// with the loss, or with 0 if the rank has no batch. The update continues during the call. Finish
-	// returns an error of told.
-	Finish(started bool, told func(loss float64) error) (norm float64, err error)
+	// returns an error of report.
+	Finish(started bool, report func(loss float64) error) (norm float64, err error)
 }
 
 // Step combines Batches with the update. It implements the method of [llm.ParallelStepper]. The ranks agree

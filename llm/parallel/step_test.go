@@ -53,13 +53,13 @@ func (s *stepping) Start(b data.Batch, r parallel.Round) error {
 
 func (s *stepping) Wait() (float64, error) { return s.loss, s.err }
 
-func (s *stepping) Finish(started bool, told func(loss float64) error) (float64, error) {
+func (s *stepping) Finish(started bool, report func(loss float64) error) (float64, error) {
 	s.finished.Add(1)
 	loss := s.loss
 	if !started {
 		loss = 0
 	}
-	if err := errors.Join(s.err, told(loss), s.Land()); err != nil {
+	if err := errors.Join(s.err, report(loss), s.Land()); err != nil {
 		return 0, err
 	}
 	return s.Update()

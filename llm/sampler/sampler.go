@@ -114,7 +114,7 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 		return s.choices[0].id, nil
 	}
 
-	return s.draw(s.keep()), nil
+	return s.draw(s.candidates()), nil
 }
 
 // add considers one more choice and keeps the most probable ones. Once the set is full, it forms a heap
@@ -156,8 +156,8 @@ func moreProbable(a, b choice) int {
 	return cmp.Or(cmp.Compare(b.logit, a.logit), cmp.Compare(a.id, b.id))
 }
 
-// keep returns the choices that remain after TopK and TopP, with their weights.
-func (s *Sampler) keep() []choice {
+// candidates returns the choices that remain after TopK and TopP, with their weights.
+func (s *Sampler) candidates() []choice {
 	kept := s.choices
 	best := slices.MinFunc(kept, moreProbable).logit
 	if s.config.TopK > 0 || s.config.TopP > 0 {

@@ -94,8 +94,8 @@ var withoutMerges = sync.OnceValue(func() *BPE {
 	return b
 })
 
-// made returns b, or the encoding without merges for a zero value.
-func (b *BPE) made() *BPE {
+// orEmpty returns b, or the encoding without merges for a zero value.
+func (b *BPE) orEmpty() *BPE {
 	if b == nil || b.merged.ids == nil {
 		return withoutMerges()
 	}
@@ -117,10 +117,10 @@ func (b *BPE) appendToken(text []byte, id int) []byte {
 }
 
 // Name returns "bpe-", the size of the vocabulary, and 16 hexadecimal digits of a hash of the merges.
-func (b *BPE) Name() string { return b.made().name }
+func (b *BPE) Name() string { return b.orEmpty().name }
 
 // VocabSize returns 257 plus the number of merges.
-func (b *BPE) VocabSize() int { return 257 + len(b.made().merges) }
+func (b *BPE) VocabSize() int { return 257 + len(b.orEmpty().merges) }
 
 // EndOfDocument returns the id of the token between documents, the last id of the vocabulary.
 func (b *BPE) EndOfDocument() int { return b.VocabSize() - 1 }
@@ -128,7 +128,7 @@ func (b *BPE) EndOfDocument() int { return b.VocabSize() - 1 }
 // Encode returns the tokens of a text. The time is proportional to the length of the text, even for
 // hostile texts.
 func (b *BPE) Encode(text []byte) []int {
-	b = b.made()
+	b = b.orEmpty()
 	e := b.encoders.Get().(*bpeEncoder)
 	defer b.encoders.Put(e)
 	ids := make([]int, 0, len(text)/3)
@@ -142,7 +142,7 @@ func (b *BPE) Encode(text []byte) []int {
 
 // Decode returns the bytes of the tokens. The end-of-document token has no bytes.
 func (b *BPE) Decode(ids []int) ([]byte, error) {
-	b = b.made()
+	b = b.orEmpty()
 	var text []byte
 	for i, id := range ids {
 		if id < 0 || id >= b.VocabSize() {
@@ -286,7 +286,7 @@ const bpeHeader = "kasmina bpe 1\n"
 //	LEFT RIGHT           N lines: merge i joins these ids to id 256+i
 //	sha256 HEX           of all lines above
 func (b *BPE) Save(path string) error {
-	b = b.made()
+	b = b.orEmpty()
 	err := atomicfile.WriteMkdir(path, func(f *os.File) error {
 		sum := sha256.New()
 		w := bufio.NewWriter(f)
@@ -332,7 +332,7 @@ func LoadBPE(path string) (*BPE, error) {
 
 func parseBPE(text []byte) (*BPE, error) {
 	if !bytes.HasPrefix(text, []byte(bpeHeader)) {
-		return nil, fmt.Errorf("it begins with %q, want %q: it is no byte-pair encoding, or one "+
+		return nil, fmt.Errorf("it starts with %q, want %q: it is not a byte-pair encoding, or one "+
 			"of another version", text[:min(len(text), len(bpeHeader))], bpeHeader)
 	}
 

@@ -560,8 +560,8 @@ func mustBPE(t *testing.T) *BPE {
 	return b
 }
 
-// TestWhatIsNoEncoding gives LoadBPE paths that aren't regular files, and sparse files of 40 GB.
-func TestWhatIsNoEncoding(t *testing.T) {
+// TestLoadBPEIrregularFiles gives LoadBPE paths that aren't regular files, and sparse files of 40 GB.
+func TestLoadBPEIrregularFiles(t *testing.T) {
 	paths := append(texttest.NoFiles(t), texttest.Hole(t, nil), texttest.Hole(t, []byte(bpeHeader)))
 	for _, path := range paths {
 		bounded.Run(t, 0, func() {

@@ -316,8 +316,8 @@ func fieldsOf(f *hf.Folder, c llm.Config, t Type) (*fields, error) {
 	if s := c.Scaling; s.BetaFast != 0 {
 		if s.BetaFast != 32 || s.BetaSlow != 1 || s.Unrounded || s.Magnitude != 0 {
 			return nil,
-				errors.New("rope_scaling: llama.cpp knows YaRN with beta_fast 32 and beta_slow " +
-					"1, and no other factors")
+				errors.New("rope_scaling: llama.cpp supports YaRN only with beta_fast 32 and " +
+					"beta_slow 1, and without other factors")
 		}
 		all.set(arch+".rope.scaling.type", "yarn")
 		all.set(arch+".rope.scaling.factor", s.Factor)
@@ -334,13 +334,13 @@ func fieldsOf(f *hf.Folder, c llm.Config, t Type) (*fields, error) {
 func (a architecture) check(c llm.Config) error {
 	for i, b := range c.Blocks {
 		if b.Window > 0 || b.NoRoPE != a.learned || b.Base != 0 {
-			return fmt.Errorf("block %d has a window or angles of its own, which %s of llama.cpp "+
-				"has not", i, a.name)
+			return fmt.Errorf("block %d has a window or its own rotary angles, which llama.cpp's "+
+				"%s does not support", i, a.name)
 		}
 	}
 
 	if c.OutBias && !a.outBias {
-		return fmt.Errorf("the output layer of attention has a bias, which %s of llama.cpp has not",
+		return fmt.Errorf("the output layer of attention has a bias, which llama.cpp's %s does not support",
 			a.name)
 	}
 

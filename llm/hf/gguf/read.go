@@ -234,7 +234,7 @@ func (h *head) value(kind uint32, depth int) string {
 		h.elements(element, n, depth+1)
 		return fmt.Sprintf("%d elements", n)
 	case !fixed:
-		h.fail("there is a value of kind %d, which GGUF does not have", kind)
+		h.fail("a value has the type %d, which GGUF does not define", kind)
 		return ""
 	}
 

@@ -107,7 +107,7 @@ func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
 	// llama.cpp doesn't normalize text. NFC is accepted nevertheless, because nearly all text is composed
 	// already and all of Qwen's tokenizers use it.
 	if n := t.Normalizer.Type; n != "" && n != "NFC" {
-		return fmt.Errorf("tokenizer.json: llama.cpp has no normalizer, and here it is %.40q", n)
+		return fmt.Errorf("tokenizer.json: llama.cpp has no normalizer, but the file has %.40q", n)
 	}
 
 	if err := t.checkAdded(); err != nil {
@@ -180,7 +180,7 @@ func (t *file) splitter() (string, error) {
 	}
 
 	if name == "" {
-		return "", fmt.Errorf("tokenizer.json: llama.cpp has nothing that cuts texts like the "+
+		return "", fmt.Errorf("tokenizer.json: llama.cpp has no equivalent of the "+
 			"pre_tokenizer %.300s", t.PreTokenizer)
 	}
 
@@ -191,7 +191,7 @@ func (t *file) splitter() (string, error) {
 	}
 
 	if t.Model.IgnoreMerges != (name == "llama-bpe") {
-		return "", fmt.Errorf("tokenizer.json: ignore_merges is %v, and llama.cpp takes %v for this "+
+		return "", fmt.Errorf("tokenizer.json: ignore_merges is %v, but llama.cpp uses %v for this "+
 			"pre_tokenizer", t.Model.IgnoreMerges, name == "llama-bpe")
 	}
 
@@ -204,7 +204,7 @@ func (t *file) checkAdded() error {
 	for _, a := range t.AddedTokens {
 		if a.LStrip || a.RStrip || a.Single {
 			return fmt.Errorf("tokenizer.json: the added token %.60q has lstrip, rstrip or "+
-				"single_word, which llama.cpp has not", a.Content)
+				"single_word, which llama.cpp does not support", a.Content)
 		}
 		for n := 1; n < len(a.Content); n++ {
 			begins[a.Content[:n]] = a.Content
@@ -216,7 +216,7 @@ func (t *file) checkAdded() error {
 		for n := 1; n < len(a.Content); n++ {
 			if other := begins[a.Content[n:]]; other != "" && other != a.Content {
 				return fmt.Errorf("tokenizer.json: the added tokens %.60q and %.60q may overlap, and "+
-					"llama.cpp takes another one of them", a.Content, other)
+					"llama.cpp would take the other one", a.Content, other)
 			}
 		}
 	}
@@ -258,7 +258,7 @@ func addSpecial(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer) error {
 
 	if len(before) > 1 || len(after) > 1 {
 		return fmt.Errorf("tokenizer.json: the post_processor puts the tokens %v before a text and %v "+
-			"after it, and llama.cpp one each at most", before, after)
+			"after it, but llama.cpp supports one each at most", before, after)
 	}
 
 	if begin >= 0 {
@@ -313,7 +313,7 @@ func addEnds(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer, end int) erro
 		case i == 1:
 			all.set("tokenizer.ggml.eom_token_id", id)
 		case known(id) == 0:
-			return fmt.Errorf("generation_config.json: eos_token_id is %v, and llama.cpp stops at three tokens "+
+			return fmt.Errorf("generation_config.json: eos_token_id is %v, but llama.cpp stops at three tokens "+
 				"at most: leave some out", f.Generation.End)
 		}
 	}

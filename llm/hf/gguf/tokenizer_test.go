@@ -110,7 +110,7 @@ func TestInexpressibleTokenizers(t *testing.T) {
 		return `{"added_tokens": [{"id": 0, "content": "<|begin_of_text|>", "special": true},
 			{"id": 1, "content": "<|end_of_text|>", "special": true}, ` + tokens + `]}`
 	}
-	behind := func(tokens string) string {
+	withEnd := func(tokens string) string {
 		return `{"post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A",
 			"type_id": 0}}` + tokens + `], "special_tokens": {"x": {"id": "x", "ids": [1],
 			"tokens": ["<|end_of_text|>"]}}}}`
@@ -125,8 +125,8 @@ func TestInexpressibleTokenizers(t *testing.T) {
 		added(`{"id": 400, "content": "<xx"}, {"id": 401, "content": "xxx"}`):  "may overlap",
 		`{"normalizer": {"type": "Prepend", "prepend": "_"}}`:                  "no normalizer",
 		`{"normalizer": {"type": "NFC"}}`:                                      "",
-		behind(end):                                                            "",
-		behind(end + end):                                                      "one each at most",
+		withEnd(end):                                                           "",
+		withEnd(end + end):                                                     "one each at most",
 	} {
 		f := folderWith(t, map[string]string{"tokenizer.json": tokenizer})
 		err := addTokenizer(&fields{}, f, 400)

@@ -90,7 +90,7 @@ func (m *model) addTokens(added []addedToken) error {
 			m.tokens = append(m.tokens, token{})
 		}
 		if other := m.tokens[t.id]; other.ok {
-			return fmt.Errorf("%s: its id %d is that of %.60q", where, t.id, other.text)
+			return fmt.Errorf("%s: its id %d already belongs to %.60q", where, t.id, other.text)
 		}
 		m.tokens[t.id] = token{t.content, true}
 	}
@@ -117,7 +117,7 @@ func newMatcher() *matcher {
 // add adds a token that matches the pattern.
 func (m *matcher) add(t *addedToken, pattern []byte) error {
 	if len(pattern) == 0 {
-		return errors.New("the normalizer leaves nothing of it")
+		return errors.New("the normalizer removes all of it")
 	}
 
 	m.begins[pattern[0]] = true
@@ -132,7 +132,7 @@ func (m *matcher) add(t *addedToken, pattern []byte) error {
 	}
 
 	if other := m.tokens[node]; other != nil {
-		return fmt.Errorf("it is found where %.60q is", other.content)
+		return fmt.Errorf("it matches the same text as %.60q", other.content)
 	}
 
 	m.tokens[node] = t
@@ -181,7 +181,7 @@ func (m *matcher) split(text []byte, ordinary bool, next func(t *addedToken, par
 			from = max(end, spaceBefore(text, from))
 		}
 		if t.rstrip {
-			to = spaceBehind(text, to)
+			to = spaceAfter(text, to)
 		}
 		if end < from {
 			next(nil, text[end:from])
@@ -201,8 +201,8 @@ func isWhole(text []byte, from, to int) bool {
 	if n > 0 && split.IsWord(before) {
 		return false
 	}
-	behind, n := utf8.DecodeRune(text[to:])
-	return n == 0 || !split.IsWord(behind)
+	next, n := utf8.DecodeRune(text[to:])
+	return n == 0 || !split.IsWord(next)
 }
 
 // spaceBefore returns the start of the white space before a position.
@@ -217,8 +217,8 @@ func spaceBefore(text []byte, at int) int {
 	return at
 }
 
-// spaceBehind returns the end of the white space after a position.
-func spaceBehind(text []byte, at int) int {
+// spaceAfter returns the end of the white space after a position.
+func spaceAfter(text []byte, at int) int {
 	for at < len(text) {
 		r, n := utf8.DecodeRune(text[at:])
 		if !split.IsSpace(r) {

@@ -119,7 +119,7 @@ func compareText(t *testing.T, tok *Tokenizer, folder, path string) {
 			before, _ := tok.DecodeWhole(ids[max(0, i-5):i])
 			ours, _ := tok.DecodeWhole(ids[i:min(len(ids), i+8)])
 			rust, _ := tok.DecodeWhole(want[i:min(len(want), i+8)])
-			t.Fatalf("%s: id %d is %d, want %d, behind %q: %q, want %q", name, i, ids[i], want[i],
+			t.Fatalf("%s: id %d is %d, want %d, after %q: %q, want %q", name, i, ids[i], want[i],
 				before, ours, rust)
 		}
 	}

@@ -37,7 +37,7 @@ func readDecoding(v value) (d decoding, err error) {
 			d.replaced = append(d.replaced, replace{o.pattern("pattern"), o.affix("content")})
 		case "Metaspace":
 			if d.metaspace != nil || d.replaced != nil {
-				return fmt.Errorf("%s: a Metaspace behind another is not supported", o.where)
+				return fmt.Errorf("%s: a Metaspace after another is not supported", o.where)
 			}
 			m := readMetaspace(o)
 			d.metaspace = &m
@@ -49,7 +49,7 @@ func readDecoding(v value) (d decoding, err error) {
 				o.boolOr(key, true)
 			}
 			if d.replaced != nil {
-				return fmt.Errorf("%s: ByteLevel behind Replace is not supported", o.where)
+				return fmt.Errorf("%s: ByteLevel after Replace is not supported", o.where)
 			}
 			d.byteLevel = true
 		case "Fuse":
@@ -78,7 +78,7 @@ func (d *decoding) readStrip(o *object) {
 	}
 
 	if !d.fused {
-		o.fail("", errors.New("it is supported behind Fuse alone"))
+		o.fail("", errors.New("it is supported only after Fuse"))
 	}
 }
 

@@ -35,7 +35,7 @@ func splitBy(pattern string) string {
 		`"behavior":"Isolated","invert":false}`, pattern))
 }
 
-func TestErrorsNameWhatIsWrong(t *testing.T) {
+func TestParseErrors(t *testing.T) {
 	sequence := func(list, item string, n int) string {
 		return fmt.Sprintf(`{"type":"Sequence",%q:[%s]}`, list,
 			strings.Join(slices.Repeat([]string{item}, n), ","))
@@ -45,13 +45,13 @@ func TestErrorsNameWhatIsWrong(t *testing.T) {
 		{"empty", "", "ends inside of a value"},
 		{"not JSON", "kasmina", "want a value"},
 		{"cut off", file("")[:50], "ends inside of a value"},
-		{"two values", file("") + "{}", "behind the value"},
+		{"two values", file("") + "{}", "after the value"},
 		{"deep", strings.Repeat("[", 1<<20), "nested deeper than 64"},
 		{"deep inside", file(`"normalizer":` + strings.Repeat(`{"a":`, 1<<16)), "nested deeper"},
 		{"not UTF-8", "{\"\xff\":1}", "not UTF-8"},
-		{"half a surrogate", withModel(`"vocab":{"\ud800":1},"merges":[]`), "no character"},
+		{"half a surrogate", withModel(`"vocab":{"\ud800":1},"merges":[]`), "not a character"},
 		{"a key twice", file(`"model":{}`), `"model" occurs twice`},
-		{"an unknown key", file(`"extra":{"x":1}`), "extra: it is not known"},
+		{"an unknown key", file(`"extra":{"x":1}`), "extra: it is unknown"},
 		{"another version", file(`"version":"2.0"`), `version: "2.0" is not supported`},
 		{"truncation", file(`"truncation":8`), "truncation"},
 		{"padding", file(`"padding":[]`), "padding"},
@@ -63,7 +63,7 @@ func TestErrorsNameWhatIsWrong(t *testing.T) {
 			"continuing_subword_prefix"},
 		{"suffix", withModel(smallVocab + `,"merges":[],"end_of_word_suffix":"</w>"`), "</w>"},
 		{"an unknown trait", withModel(smallVocab + `,"merges":[],"sorcery":true`),
-			"model.sorcery: it is not known"},
+			"model.sorcery: it is unknown"},
 		{"unknown token", withModel(smallVocab + `,"merges":[],"unk_token":"?"`),
 			`unk_token: "?" is not in the vocabulary`},
 		{"one id twice", withModel(`"vocab":{"a":0,"b":0},"merges":[]`), "both have id 0"},
@@ -91,9 +91,9 @@ func TestErrorsNameWhatIsWrong(t *testing.T) {
 		{"a huge added id", added(`"id":2000000000,"content":"</s>"`), "its place"},
 		{"an empty token", added(`"id":4,"content":""`), "want 1 to 512"},
 		{"a long token", added(`"id":4,"content":"` + strings.Repeat("x", 513) + `"`), "1 to 512"},
-		{"an unknown flag", added(`"id":4,"content":"x","fancy":true`), "fancy: it is not known"},
+		{"an unknown flag", added(`"id":4,"content":"x","fancy":true`), "fancy: it is unknown"},
 		{"one pattern twice", file(`"normalizer":{"type":"NFC"},"added_tokens":[` +
-			`{"id":3,"content":"\u00e9"},{"id":4,"content":"e\u0301"}]`), "is found where"},
+			`{"id":3,"content":"\u00e9"},{"id":4,"content":"e\u0301"}]`), "matches the same text as"},
 
 		{"normalizer", file(`"normalizer":{"type":"NFKC"}`), `normalizer: type "NFKC"`},
 		{"one inside", file(`"normalizer":{"type":"Sequence","normalizers":[{"type":"NFC"},` +
@@ -105,12 +105,12 @@ func TestErrorsNameWhatIsWrong(t *testing.T) {
 		{"too many", file(`"normalizer":` + sequence("normalizers", `{"type":"NFC"}`, 1<<16)),
 			"more than 32 components"},
 		{"pre-tokenizer", file(`"pre_tokenizer":{"type":"Whitespace"}`), `type "Whitespace"`},
-		{"behind bytes", file(`"pre_tokenizer":{"type":"Sequence","pretokenizers":[` +
-			`{"type":"ByteLevel"},{"type":"Digits"}]}`), "type Digits behind ByteLevel"},
+		{"after bytes", file(`"pre_tokenizer":{"type":"Sequence","pretokenizers":[` +
+			`{"type":"ByteLevel"},{"type":"Digits"}]}`), "type Digits after ByteLevel"},
 		{"scheme", file(`"pre_tokenizer":{"type":"Metaspace","replacement":"_",` +
 			`"prepend_scheme":"last"}`), "prepend_scheme"},
 		{"behavior", strings.Replace(splitBy("a"), "Isolated", "Isolating", 1), "Isolating"},
-		{"first behind Prepend", file(`"normalizer":{"type":"Prepend","prepend":"_"},` +
+		{"first after Prepend", file(`"normalizer":{"type":"Prepend","prepend":"_"},` +
 			`"pre_tokenizer":{"type":"Metaspace","replacement":"_","prepend_scheme":"first"}`),
 			"with a Prepend normalizer"},
 
@@ -119,11 +119,11 @@ func TestErrorsNameWhatIsWrong(t *testing.T) {
 		{"exponential choice", splitBy(`(?:a|aa)+b`), "a repetition of a choice"},
 		{"exponential option", splitBy(`(?:aa?)+b`), "a repetition of a choice"},
 		{"exponential options", splitBy(`(?:a|aa?){30}b`), "a repetition of a choice"},
-		{"of a high power", splitBy(`[a-z]+[a-y]+[a-x]+[a-w]+b`), "more than 3 repetitions"},
+		{"of a high power", splitBy(`[a-z]+[a-y]+[a-x]+[a-w]+b`), "more than 3 successive repetitions"},
 		{"of a high power by counts", splitBy(`a{1,500}a{1,500}a{1,500}a{1,500}b`),
-			"more than 3 repetitions"},
-		{"nothing", splitBy(`a*`), "a match of nothing"},
-		{"lookahead alone", splitBy(`(?=a)`), "a match of nothing"},
+			"more than 3 successive repetitions"},
+		{"nothing", splitBy(`a*`), "an empty match"},
+		{"lookahead alone", splitBy(`(?=a)`), "an empty match"},
 		{"possessive", splitBy(`\s++`), "a quantifier of a quantifier"},
 		{"anchor", splitBy(`^a`), `'^' is not supported`},
 		{"boundary", splitBy(`\bfoo`), "this escape"},
@@ -134,7 +134,7 @@ func TestErrorsNameWhatIsWrong(t *testing.T) {
 		{"category", splitBy(`\p{Cn}`), "this category"},
 		{"open class", splitBy(`[a`), "a class without an end"},
 		{"open group", splitBy(`(a`), "a group without an end"},
-		{"deep groups", splitBy(strings.Repeat("(", 100)), "a group inside of 16 others"},
+		{"deep groups", splitBy(strings.Repeat("(", 100)), "groups nested deeper than 16"},
 		{"a long pattern", splitBy(strings.Repeat("a", 5000)), "want at most 4096"},
 
 		{"post-processor", file(`"post_processor":{"type":"RobertaProcessing"}`), "Roberta"},
@@ -144,7 +144,7 @@ func TestErrorsNameWhatIsWrong(t *testing.T) {
 		{"template id", file(`"post_processor":{"type":"TemplateProcessing","single":[` +
 			`{"SpecialToken":{"id":"x","type_id":0}},{"Sequence":{"id":"A","type_id":0}}],` +
 			`"special_tokens":{"x":{"id":"x","ids":[9],"tokens":["x"]}}}`),
-			"id 9 stands for no token"},
+			"id 9 is not a token"},
 		{"template without text", file(`"post_processor":{"type":"TemplateProcessing",` +
 			`"single":[]}`), "no sequence A"},
 		{"decoder", file(`"decoder":{"type":"WordPiece"}`), `decoder: type "WordPiece"`},
@@ -204,7 +204,7 @@ func TestUnknownIDs(t *testing.T) {
 	require.NoError(t, err)
 	for _, id := range []int{-1, 3, 1 << 40} {
 		_, err := tok.Decode([]int{0, id})
-		require.ErrorContains(t, err, fmt.Sprintf("ids[1]: id %d stands for no token", id))
+		require.ErrorContains(t, err, fmt.Sprintf("ids[1]: id %d is not a token", id))
 		d := tok.NewDecoder(false)
 		_, err = d.Next(id)
 		require.Error(t, err)

@@ -30,7 +30,7 @@ func parseJSON(text []byte) (value, error) {
 	}
 
 	if end := skipSpace(text, to); end < len(text) {
-		return nil, fmt.Errorf("byte %d is %q behind the value, want the end", end, text[end])
+		return nil, fmt.Errorf("byte %d is %q after the value, want the end", end, text[end])
 	}
 
 	return value(text[from:to]), nil
@@ -108,7 +108,7 @@ func skipItems(text []byte, at int, closing byte, item func(at int) (int, error)
 
 func skipMember(text []byte, at, depth int) (int, error) {
 	if at == len(text) || text[at] != '"' {
-		return 0, fmt.Errorf("byte %d begins no key", at)
+		return 0, fmt.Errorf("byte %d does not start a key", at)
 	}
 
 	at, err := skipString(text, at)
@@ -117,7 +117,7 @@ func skipMember(text []byte, at, depth int) (int, error) {
 	}
 
 	if at = skipSpace(text, at); at == len(text) || text[at] != ':' {
-		return 0, fmt.Errorf("byte %d is not the ':' behind a key", at)
+		return 0, fmt.Errorf("byte %d is not the ':' after a key", at)
 	}
 
 	return skipValue(text, skipSpace(text, at+1), depth+1)
@@ -144,7 +144,7 @@ func skipNumber(text []byte, at int) (int, error) {
 		end++
 	}
 	if _, err := strconv.ParseFloat(string(text[at:min(end, at+400)]), 64); err != nil {
-		return 0, fmt.Errorf("byte %d begins no number: %.40q", at, text[at:end])
+		return 0, fmt.Errorf("byte %d does not start a number: %.40q", at, text[at:end])
 	}
 	return end, nil
 }
@@ -244,12 +244,12 @@ func (v value) appendText(text []byte) ([]byte, error) {
 		case v[at] == 'u':
 			r, n := v.escapedRune(at - 1)
 			if n == 0 {
-				return nil, fmt.Errorf("it has the escape %.12q, which is no character", v[at-1:])
+				return nil, fmt.Errorf("it has the escape %.12q, which is not a character", v[at-1:])
 			}
 			text = utf8.AppendRune(text, r)
 			at += n - 2
 		default:
-			return nil, fmt.Errorf("it has the escape %q, which JSON does not know", v[at-1:at+1])
+			return nil, fmt.Errorf("it has the escape %q, which is not valid in JSON", v[at-1:at+1])
 		}
 	}
 
@@ -430,7 +430,7 @@ func (o *object) done() error {
 			keys = append(keys, k)
 		}
 		slices.Sort(keys)
-		o.fail(keys[0], fmt.Errorf("it is not known: %s", o.members[keys[0]].short()))
+		o.fail(keys[0], fmt.Errorf("it is unknown: %s", o.members[keys[0]].short()))
 	}
 	return o.err
 }

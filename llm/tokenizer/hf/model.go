@@ -19,10 +19,10 @@ const (
 // If byteLevel is set, the keys of ids are the decoded bytes of tokens, and a piece is initially divided
 // into bytes. Otherwise, it is divided into characters.
 type model struct {
-	tokens []token          // by id
-	ids    map[string]int32 // ids of tokens
-	apart  map[string]int32 // ids of tokens that never occur in a piece, such as special tokens
-	merges *merge.Table
+	tokens   []token          // by id
+	ids      map[string]int32 // ids of tokens
+	excluded map[string]int32 // ids of tokens that never occur in a piece, such as special tokens
+	merges   *merge.Table
 
 	byteLevel    bool
 	byteFallback bool
@@ -57,7 +57,7 @@ func readModel(v value, byteLevel bool) (*model, error) {
 	m.ignoreMerges = o.boolOr("ignore_merges", false)
 	if dropout, ok := o.take("dropout"); ok && string(dropout) != "0.0" && string(dropout) != "0" {
 		o.fail("dropout", fmt.Errorf("%s is not supported, want null: the same text would get "+
-			"other ids each time", dropout.short()))
+			"different ids each time", dropout.short()))
 	}
 
 	for _, key := range []string{"continuing_subword_prefix", "end_of_word_suffix"} {
@@ -126,7 +126,7 @@ func (m *model) readVocab(v value) error {
 
 	m.tokens = make([]token, largest+1)
 	m.ids = make(map[string]int32, len(entries))
-	m.apart = map[string]int32{}
+	m.excluded = map[string]int32{}
 	texts, from := string(arena), 0
 	for _, e := range entries {
 		text := texts[from:e.end]
@@ -153,7 +153,7 @@ func (m *model) indexTokens(size int) error {
 			from := len(arena)
 			ok := false
 			if arena, ok = bytelevel.AppendBytes(arena, t.text); !ok {
-				ids = m.apart
+				ids = m.excluded
 			} else {
 				text = string(arena[from:])
 			}
@@ -175,7 +175,7 @@ func (m *model) find(text string) (int32, bool) {
 		if bytes, ok := bytelevel.AppendBytes(scratch[:0], text); ok {
 			text = string(bytes)
 		} else {
-			ids = m.apart
+			ids = m.excluded
 		}
 	}
 

@@ -59,7 +59,7 @@ func portable(pattern string) (string, error) {
 	}
 
 	if p.err == nil && x.empty {
-		p.fail("a match of nothing")
+		p.fail("an empty match")
 	}
 
 	if p.err != nil {
@@ -123,7 +123,7 @@ func (p *patternParser) take(prefix string) bool {
 
 func (p *patternParser) alternatives(depth int) (x expression) {
 	if depth > 16 {
-		p.fail("a group inside of 16 others")
+		p.fail("groups nested deeper than 16")
 	}
 
 	for {
@@ -147,7 +147,7 @@ func (p *patternParser) sequence(depth int) expression {
 		x.unbounded = x.unbounded || y.unbounded
 		x.choice = x.choice || y.choice
 		if x.degree += y.degree; x.degree > maxDegree {
-			p.fail(fmt.Sprintf("more than %d repetitions one behind the other", maxDegree))
+			p.fail(fmt.Sprintf("more than %d successive repetitions", maxDegree))
 		}
 	}
 
@@ -303,7 +303,7 @@ func (p *patternParser) characters(category string, other bool, rest string) {
 	}
 
 	if other {
-		ranges = others(ranges)
+		ranges = complement(ranges)
 	}
 
 	var text strings.Builder
@@ -329,8 +329,8 @@ func (p *patternParser) characters(category string, other bool, rest string) {
 	p.rest = rest
 }
 
-// others returns the complement of the ranges.
-func others(ranges [][2]rune) (all [][2]rune) {
+// complement returns the complement of the ranges.
+func complement(ranges [][2]rune) (all [][2]rune) {
 	next := rune(0)
 	for _, r := range ranges {
 		if r[0] > next {

@@ -19,7 +19,7 @@ type stage interface {
 func readStages(v value) (stages []stage, byteLevel bool, err error) {
 	err = readComponents("pre_tokenizer", v, "pretokenizers", func(kind string, o *object) error {
 		if byteLevel {
-			return fmt.Errorf("%s: type %s behind ByteLevel is not supported", o.where, kind)
+			return fmt.Errorf("%s: type %s after ByteLevel is not supported", o.where, kind)
 		}
 		switch kind {
 		case "ByteLevel":

@@ -8,7 +8,7 @@ import (
 )
 
 // A template describes the tokens that the file's post-processors add before and after a text.
-type template struct{ before, behind []int }
+type template struct{ before, after []int }
 
 const maxTemplate = 64 // tokens
 
@@ -21,7 +21,7 @@ func readTemplate(v value) (t template, err error) {
 				o.boolOr(key, true)
 			}
 		case "TemplateProcessing":
-			if t.before != nil || t.behind != nil {
+			if t.before != nil || t.after != nil {
 				return fmt.Errorf("%s: a second template is not supported", o.where)
 			}
 			t = o.template()
@@ -69,11 +69,11 @@ func (o *object) template() (t template) {
 			p.fail("", fmt.Errorf("%.60q is not among the special_tokens", name))
 		}
 		if seen {
-			t.behind = append(t.behind, these...)
+			t.after = append(t.after, these...)
 		} else {
 			t.before = append(t.before, these...)
 		}
-		if len(t.before)+len(t.behind) > maxTemplate {
+		if len(t.before)+len(t.after) > maxTemplate {
 			p.fail("", fmt.Errorf("it adds more than %d tokens", maxTemplate))
 		}
 		return p.done()

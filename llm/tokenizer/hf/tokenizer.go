@@ -243,7 +243,7 @@ func (t *Tokenizer) add(added []addedToken) error {
 		t.skipped[a.id] = ok && t.special[other]
 	}
 
-	for _, id := range slices.Concat(t.template.before, t.template.behind) {
+	for _, id := range slices.Concat(t.template.before, t.template.after) {
 		if err := t.check(id); err != nil {
 			return fmt.Errorf("post_processor: %w", err)
 		}
@@ -326,8 +326,8 @@ func (t *Tokenizer) EndOfDocument() int { return t.end }
 
 // Affixes returns the tokens that the file's template adds before and after a text, such as the
 // beginning-of-text token. Encode does not add them.
-func (t *Tokenizer) Affixes() (before, behind []int) {
-	return slices.Clone(t.template.before), slices.Clone(t.template.behind)
+func (t *Tokenizer) Affixes() (before, after []int) {
+	return slices.Clone(t.template.before), slices.Clone(t.template.after)
 }
 
 // ID returns the id of a token, given as written in the file, such as "<|im_end|>".
@@ -365,7 +365,7 @@ func (t *Tokenizer) check(id int) error {
 			"returns")
 	}
 	if id < 0 || id >= len(t.model.tokens) || !t.model.tokens[id].ok {
-		return fmt.Errorf("id %d stands for no token of the vocabulary [0, %d)", id,
+		return fmt.Errorf("id %d is not a token of the vocabulary [0, %d)", id,
 			len(t.model.tokens))
 	}
 	return nil
@@ -397,7 +397,7 @@ func (t *Tokenizer) EncodeOrdinary(text []byte) []int { return t.encode(text, tr
 // EncodeWhole is like Encode, but adds the tokens of the template, like encode(text) in Rust's
 // tokenizers.
 func (t *Tokenizer) EncodeWhole(text []byte) []int {
-	return slices.Concat(t.template.before, t.Encode(text), t.template.behind)
+	return slices.Concat(t.template.before, t.Encode(text), t.template.after)
 }
 
 func (t *Tokenizer) encode(text []byte, ordinary bool) []int {

@@ -16,20 +16,20 @@ import (
 
 // remoteEngine imitates an engine with parameters on a device: the host's copy of the first parameter is
 // stale until Pull, and during an update.
-type away struct {
+type remoteEngine struct {
 	llm.Engine
-	first  []float32
-	within func() // called during an update
+	first        []float32
+	duringUpdate func() // called during an update
 }
 
-func (e *away) Pull(params ...string) error {
+func (e *remoteEngine) Pull(params ...string) error {
 	e.first[0] = 0.25
 	return e.Engine.Pull(params...)
 }
 
-func (e *away) Update() (float64, error) {
+func (e *remoteEngine) Update() (float64, error) {
 	e.first[0] = 77
-	e.within()
+	e.duringUpdate()
 	norm, err := e.Engine.Update()
 	e.first[0] = 77
 	return norm, err
@@ -37,17 +37,17 @@ func (e *away) Update() (float64, error) {
 
 // TestSaveDuringRun checks that files for other programs hold the parameters as of the end of a step,
 // even if the parameters live on a device.
-func TestSaveBesideARun(t *testing.T) {
+func TestSaveDuringRun(t *testing.T) {
 	f, m := load(t, tiny)
 	loader, err := data.NewLoader(zeros{m.Config.Vocab}, data.LoaderConfig{Batch: 1,
 		Seq: m.Config.Seq})
 	require.NoError(t, err)
 	o, err := optim.NewAdamW(optim.WithLR(1e-4))
 	require.NoError(t, err)
-	e, dir := &away{first: m.Params[0].Value.Float32s()}, t.TempDir()
+	e, dir := &remoteEngine{first: m.Params[0].Value.Float32s()}, t.TempDir()
 	file, folder := filepath.Join(dir, "m.gguf"), filepath.Join(dir, "folder")
 	saved := make(chan error, 2)
-	e.within = func() {
+	e.duringUpdate = func() {
 		go func() { saved <- Save(t.Context(), file, f, m, F32, nil) }()
 		go func() { saved <- hf.SavePretrained(t.Context(), folder, m, hf.Like(f)) }()
 		time.Sleep(300 * time.Millisecond) // long enough to finish if they didn't wait

@@ -11,9 +11,9 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestFolderAppears checks that SavePretrained doesn't touch a folder that another process creates while
+// TestSaveRace checks that SavePretrained doesn't touch a folder that another process creates while
 // the model is being saved.
-func TestFolderAppears(t *testing.T) {
+func TestSaveRace(t *testing.T) {
 	f, err := Open("testdata/tiny")
 	require.NoError(t, err)
 	defer f.Close()
