@@ -388,9 +388,9 @@ func TestLoadBPEErrors(t *testing.T) {
 		file []byte
 		want string
 	}{
-		{"empty", nil, "it begins with \"\""},
+		{"empty", nil, "it starts with \"\""},
 		{"something else", []byte("package main\n\nfunc main() {}\n"),
-			"it begins with \"package main\\n"},
+			"it starts with \"package main\\n"},
 		{"another version", signed("kasmina bpe 2\nmerges 0\n"), "or one of another version"},
 		{"header alone", []byte(bpeHeader), "it is damaged: the last line is"},
 		{"nothing but the header", signed(bpeHeader), "its second line is \"\""},
