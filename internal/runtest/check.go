@@ -274,6 +274,9 @@ func (k *checker) callbacks() {
 // resumes resumes the run after a step.
 func (k *checker) resumes(p Resume) {
 	step := min(p.Step, k.straight.tr.Step()-1)
+	for step > 0 && k.straight.files[step] == "" {
+		step-- // a step that diverges cannot be saved
+	}
 	path := k.straight.files[step]
 	what := fmt.Sprintf("a run that is resumed behind step %d by a %s trainer", step, p.Into)
 	r := k.resumer(p.Into, path, what)
