@@ -16,10 +16,12 @@ import (
 var excluding = map[string]string{"steps": "time", "time": "steps"}
 
 // recall sets, with --resume, the options that are missing on the command line to their values at the
-// start of the run in --out.
+// start of the run in --out. Without --resume it returns an error if the folder holds a run and the
+// command line does not describe one.
 func recall(c *cobra.Command) error {
 	f := c.Flags()
-	if resume, err := f.GetBool("resume"); err != nil || !resume {
+	resume, err := f.GetBool("resume")
+	if err != nil {
 		return err
 	}
 
@@ -29,7 +31,13 @@ func recall(c *cobra.Command) error {
 	}
 
 	m, err := runDir{filepath.Clean(out)}.readManifest()
-	if err != nil || m == nil {
+	switch {
+	case !resume && m != nil && !f.Changed("data"):
+		return fmt.Errorf("%s holds a run: add --resume to continue it with the options that it started "+
+			"with, or give --data to start a new run in another folder", out)
+	case !resume:
+		return nil
+	case err != nil || m == nil:
 		return err // decide handles a missing manifest
 	}
 

@@ -27,13 +27,15 @@ func TestResumeRecallsOptions(t *testing.T) {
 
 	want := trained(t, never)
 	t.Chdir(t.TempDir())
+	_, err := kasmina(t, "train", "--out", out)
+	require.ErrorContains(t, err, "holds a run: add --resume to continue it")
 	told := stderrOf(t, "train", "--resume", "--out", out)
 	require.Contains(t, told, "settings  muon, learning rate 0.002")
 	require.NotContains(t, told, "other settings")
 	require.Equal(t, want, trained(t, out))
 
 	// Options on the command line override the recalled ones.
-	_, err := kasmina(t, "train", "--resume", "--out", out, "--steps", "nine")
+	_, err = kasmina(t, "train", "--resume", "--out", out, "--steps", "nine")
 	require.ErrorContains(t, err, "steps")
 	_, err = kasmina(t, "train", "--resume", "--out", filepath.Join(t.TempDir(), "none"))
 	require.ErrorContains(t, err, `required flag(s) "data" not set`)
