@@ -532,9 +532,9 @@ func stateOf(t testing.TB, tr *Trainer) string {
 	return b.String()
 }
 
-// TestNumbersThatAreNone checks that files with impossible numbers are refused even if their checksums
+// TestImpossibleNumbers checks that files with impossible numbers are refused even if their checksums
 // are valid, that the error locates the number, and that nothing changes.
-func TestNumbersThatAreNone(t *testing.T) {
+func TestImpossibleNumbers(t *testing.T) {
 	const weight = "model.layers.0.mlp.up_proj.weight"
 	edit := func(name string, at int, v float32) func(map[string]safetensors.Tensor,
 		map[string]string) {
@@ -636,9 +636,9 @@ func readers(t *testing.T) map[string]func(path string) error {
 	}
 }
 
-// TestWhatIsNoFile passes paths to readers that have no end, such as devices, or no beginning, such as
+// TestUnreadableFiles passes paths to readers that have no end, such as devices, or no beginning, such as
 // pipes without a writer.
-func TestWhatIsNoFile(t *testing.T) {
+func TestUnreadableFiles(t *testing.T) {
 	for name, read := range readers(t) {
 		for _, path := range texttest.NoFiles(t) {
 			err := read(path)
@@ -801,24 +801,24 @@ func inParts(t testing.TB, path string, tensors []safetensors.Tensor, metadata m
 }
 
 // moments separates the tensors that are stored in parts from the rest of a checkpoint.
-func moments(tensors []safetensors.Tensor) (apart, rest []safetensors.Tensor) {
+func moments(tensors []safetensors.Tensor) (moved, rest []safetensors.Tensor) {
 	for _, x := range tensors {
 		if _, ok := x.Data.([]float32); ok && strings.HasPrefix(x.Name, modelfile.OptimizerPrefix) {
-			apart = append(apart, x)
+			moved = append(moved, x)
 		} else {
 			rest = append(rest, x)
 		}
 	}
-	return apart, rest
+	return moved, rest
 }
 
 // FuzzParts resumes from a checkpoint of several files, one with arbitrary contents.
 func FuzzParts(f *testing.F) {
 	tensors, metadata := trainedCheckpoint(f)
-	apart, rest := moments(tensors)
-	require.NotEmpty(f, apart)
+	moved, rest := moments(tensors)
+	require.NotEmpty(f, moved)
 	path := filepath.Join(f.TempDir(), "m.safetensors")
-	second := inParts(f, path, rest, metadata, apart)
+	second := inParts(f, path, rest, metadata, moved)
 	own, ownMetadata, err := safetensors.Load(second)
 	require.NoError(f, err)
 	whole := withoutChecksums(f, own, ownMetadata)
@@ -835,9 +835,9 @@ func FuzzParts(f *testing.F) {
 	})
 }
 
-// TestPartsThatAnnounceMore checks that parts with incomplete moments are refused before memory for the
+// TestPartsClaimMoreThanTheyHold checks that parts with incomplete moments are refused before memory for the
 // whole moments is allocated.
-func TestPartsThatAnnounceMore(t *testing.T) {
+func TestPartsClaimMoreThanTheyHold(t *testing.T) {
 	c := smallConfig()
 	c.Vocab = 1 << 17
 	m, err := NewModel(c, tensor.Float32, 1)

@@ -529,9 +529,9 @@ func lossAndGradients(t *testing.T, c Config, b data.Batch, opts ...GraphOption)
 	return g.Loss.Value().Data().(float64), grads
 }
 
-// TestDocumentsApart checks that the loss of a sequence of documents, and its gradients, are the weighted
+// TestDocumentsAreIndependent checks that the loss of a sequence of documents, and its gradients, are the weighted
 // means of each document's own.
-func TestDocumentsApart(t *testing.T) {
+func TestDocumentsAreIndependent(t *testing.T) {
 	r := randtest.New(t)
 	lengths := []int{1 + r.IntN(8), 1, 1 + r.IntN(20)}
 	c := tiny()
@@ -706,8 +706,8 @@ func TestResumeDocuments(t *testing.T) {
 	}
 }
 
-// TestDocumentsNeedThem checks that a loader without document boundaries is refused.
-func TestDocumentsNeedThem(t *testing.T) {
+// TestDocumentsNeedBoundaries checks that a loader without document boundaries is refused.
+func TestDocumentsNeedBoundaries(t *testing.T) {
 	c := tiny()
 	c.Documents = true
 	m, err := NewModel(c, tensor.Float32, 1)
