@@ -43,7 +43,7 @@ func add(a *gpu.Args, values ...any) (err error) {
 			}
 			a.Struct(v[:], align)
 		default:
-			err = fmt.Errorf("an argument is a %T", v)
+			err = fmt.Errorf("unsupported argument type %T", v)
 		}
 		if err != nil {
 			return err

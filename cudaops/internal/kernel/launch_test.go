@@ -30,7 +30,7 @@ import (
 
 // TestLargeCopies checks that a copy of more elements than a kernel can count is split in two.
 func TestLargeCopies(t *testing.T) {
-	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
+	k, c, p := kerneltest.FakeGPU(t, 90, 227<<10)
 	require.NoError(t, k.Launch(0, layout.Copy{Y: p, X: p + 2, Dims: []int{65537, 32771},
 		YStrides: []int{32771, 1}, XStrides: []int{32773, 1}, Size: 2}))
 	var rows []int
@@ -79,15 +79,15 @@ func TestCopies(t *testing.T) {
 	require.NoError(t, ctx.Free(p))
 }
 
-// TestRefusals launches with shapes that users could provide: sizes too large to count, seven
+// TestInvalidShapes launches with shapes that users could provide: sizes too large to count, seven
 // dimensions that can't be merged, and no elements.
-func TestRefusals(t *testing.T) {
+func TestInvalidShapes(t *testing.T) {
 	k, ctx := fakeKernels(t)
 	const s, huge = gpu.Stream(0), 1 << 31
 	seven := tensor.Shape(slices.Repeat([]int{2}, 7)).CalcStrides()
 	p, err := ctx.Alloc(1 << 10)
 	require.NoError(t, err)
-	none, err := optimizer.NewTable(k.Ctx, func(int) (gpu.Ptr, error) { return p, nil }, nil)
+	empty, err := optimizer.NewTable(k.Ctx, func(int) (gpu.Ptr, error) { return p, nil }, nil)
 	require.NoError(t, err)
 	require.NoError(t, ctx.Free(p))
 	ctx.Trace = nil
@@ -108,7 +108,7 @@ func TestRefusals(t *testing.T) {
 		"are 7 after merging, want at most 6": k.Launch(s, layout.Copy{Dims: slices.Repeat(
 			[]int{2}, 7), YStrides: seven, XStrides: backwards(seven), Size: 4}),
 		"unary_f8e4m3": k.Launch(s, elementwise.Unary{N: 1, Type: gpu.Float8E4M3}),
-		"the variant hopper does not take the arguments, which [plain]": k.Launch(s,
+		"variant hopper does not accept the arguments; use one of [plain]": k.Launch(s,
 			attention.Forward{Geometry: attention.Geometry{Batch: 1, Seq: 1, Heads: 1, KVHeads: 1,
 				HeadDim: 3}, Variant: kernel.Variant{Family: "hopper"}}),
 		"kernels.Reduce: nothing to reduce, [1, 0, 1]": k.Launch(s, reduce.Reduce{Op: reduce.Max,
@@ -124,7 +124,7 @@ func TestRefusals(t *testing.T) {
 				D: 16}})
 			return err
 		}(),
-		"there is no launch of a string": k.Launch(s, "softmax"),
+		"string is not a launch": k.Launch(s, "softmax"),
 		"tensor 0: an address is not a multiple of 16": func() error {
 			_, err := optimizer.NewTable(k.Ctx, k.Ctx.Alloc, []optimizer.Tensor{{Size: 1, Param: 4}})
 			return err
@@ -142,17 +142,17 @@ func TestRefusals(t *testing.T) {
 			XStrides: []int{81, 1, 9}, Size: 4},
 		"rows": reduce.Reduce{Op: reduce.Sum, N: 9, Inner: 1}, "columns": reduce.Reduce{
 			Op: reduce.Sum, Outer: 1, N: 9},
-		"AdamW":      optimizer.Elementwise{Kernel: "AdamW", Table: none},
-		"AdamW8bit":  optimizer.Elementwise{Kernel: "AdamW8bit", Table: none},
-		"Lion":       optimizer.Elementwise{Kernel: "Lion", Table: none},
-		"Muon":       optimizer.Direction{Kernel: "Muon", Table: none},
-		"Muon's end": optimizer.Apply{Kernel: "Muon", Table: none},
+		"AdamW":      optimizer.Elementwise{Kernel: "AdamW", Table: empty},
+		"AdamW8bit":  optimizer.Elementwise{Kernel: "AdamW8bit", Table: empty},
+		"Lion":       optimizer.Elementwise{Kernel: "Lion", Table: empty},
+		"Muon":       optimizer.Direction{Kernel: "Muon", Table: empty},
+		"Muon's end": optimizer.Apply{Kernel: "Muon", Table: empty},
 	} {
 		require.NoError(t, k.Launch(s, l), what)
 	}
 
-	require.Len(t, ctx.Trace, 1, "the first of those of columns")
-	nothingLeft(t, ctx)
+	require.Len(t, ctx.Trace, 1, "the first step of a reduction of columns")
+	requireFreed(t, ctx)
 }
 
 func backwards(s []int) []int {
@@ -168,13 +168,13 @@ func TestLaunches(t *testing.T) {
 	p, err := ctx.Alloc(4 << 20)
 	require.NoError(t, err)
 	ids := p
-	there := func(int) (gpu.Ptr, error) { return p, nil }
-	table, err := optimizer.NewTable(k.Ctx, there, []optimizer.Tensor{{Size: 9, Param: p, Grad: p}})
+	alloc := func(int) (gpu.Ptr, error) { return p, nil }
+	table, err := optimizer.NewTable(k.Ctx, alloc, []optimizer.Tensor{{Size: 9, Param: p, Grad: p}})
 	require.NoError(t, err)
-	two, err := optimizer.NewScattered(k.Ctx, there, []optimizer.Tensor{{Size: 9, Grad: p,
+	two, err := optimizer.NewScattered(k.Ctx, alloc, []optimizer.Tensor{{Size: 9, Grad: p,
 		Other: p, FirstChunk: 1}}, 3)
 	require.NoError(t, err)
-	weights, err := quantize.NewTable(k.Ctx, there, []quantize.Weight{{X: p, Y: p, Scale: p, Rows: 16,
+	weights, err := quantize.NewTable(k.Ctx, alloc, []quantize.Weight{{X: p, Y: p, Scale: p, Rows: 16,
 		D: 16}})
 	require.NoError(t, err)
 	for _, dt := range kerneltest.StorageTypes {
@@ -240,7 +240,7 @@ func TestLaunches(t *testing.T) {
 	}
 
 	require.NoError(t, ctx.Free(p))
-	nothingLeft(t, ctx)
+	requireFreed(t, ctx)
 }
 
 // TestFaults makes each driver call of a launch fail, and checks that nothing is enqueued after the
@@ -305,8 +305,8 @@ func fakeKernels(t *testing.T) (*kernel.Set, *fake.Context) {
 	return k, ctx.(*fake.Context)
 }
 
-// nothingLeft checks that all memory has been freed.
-func nothingLeft(t *testing.T, ctx gpu.Context) {
+// requireFreed checks that all memory has been freed.
+func requireFreed(t *testing.T, ctx gpu.Context) {
 	t.Helper()
 	free, total, err := ctx.MemInfo()
 	require.NoError(t, err)

@@ -74,12 +74,12 @@ func (k *Set) function(unit, name string, shared int) (*kernel, error) {
 		if !ok {
 			images, _ := units()
 			if images[unit] == nil {
-				return nil, fmt.Errorf("kernels: there is no unit %q", unit)
+				return nil, fmt.Errorf("kernels: no unit %q", unit)
 			}
 			var err error
 			if m, err = k.Ctx.LoadModule(images[unit]); err != nil {
 				return nil, fmt.Errorf("kernels: loading %s on a GPU of compute capability %.1f "+
-					"(8.0 is the least): %w", unit, float64(k.Info.Capability())/10, err)
+					"(at least 8.0 is required): %w", unit, float64(k.Info.Capability())/10, err)
 			}
 			k.modules[unit] = m
 		}
@@ -119,7 +119,7 @@ func (q *Queue) Run(unit, name string, c gpu.LaunchConfig, args ...any) {
 
 func (q *Queue) enqueue(unit, name string, c gpu.LaunchConfig, args []any) error {
 	if c.Grid.X > math.MaxInt32 || max(c.Grid.Y, c.Grid.Z) > math.MaxUint16 {
-		return fmt.Errorf("kernels: %s: a grid of %v blocks is more than one launch can have", name,
+		return fmt.Errorf("kernels: %s: a grid of %v blocks is too large for one launch", name,
 			c.Grid)
 	}
 
@@ -307,7 +307,7 @@ type Launch interface{ Launch(q *Queue) }
 func (k *Set) Launch(s gpu.Stream, params any) error {
 	l, ok := params.(Launch)
 	if !ok {
-		return fmt.Errorf("kernels: there is no launch of a %T", params)
+		return fmt.Errorf("kernels: %T is not a launch", params)
 	}
 	q := &Queue{Set: k, Stream: s}
 	l.Launch(q)

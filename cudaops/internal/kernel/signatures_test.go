@@ -39,11 +39,11 @@ import (
 // TestEveryLaunch launches every type with a Launch method on a fake GPU, which compares the
 // arguments with signatures.txt. It fails if the list below lacks a type.
 func TestEveryLaunch(t *testing.T) {
-	k, ctx, p := kerneltest.FakeAttention(t, 90, 227<<10)
-	there := func(int) (gpu.Ptr, error) { return p, nil }
-	table, err := optimizer.NewTable(k.Ctx, there, []optimizer.Tensor{{Size: 9, Param: p, Grad: p}})
+	k, ctx, p := kerneltest.FakeGPU(t, 90, 227<<10)
+	alloc := func(int) (gpu.Ptr, error) { return p, nil }
+	table, err := optimizer.NewTable(k.Ctx, alloc, []optimizer.Tensor{{Size: 9, Param: p, Grad: p}})
 	require.NoError(t, err)
-	weights, err := quantize.NewTable(k.Ctx, there, []quantize.Weight{{X: p, Y: p, Scale: p, Rows: 16,
+	weights, err := quantize.NewTable(k.Ctx, alloc, []quantize.Weight{{X: p, Y: p, Scale: p, Rows: 16,
 		D: 16}})
 	require.NoError(t, err)
 
@@ -129,7 +129,7 @@ func TestEveryLaunch(t *testing.T) {
 		delete(missing, strings.TrimPrefix(reflect.TypeOf(l).String(), "*"))
 	}
 
-	require.Empty(t, missing, "launches that this test does not check: add them to its list")
+	require.Empty(t, missing, "launches that this test does not check; add them to its list")
 }
 
 // launchTypes returns the types with a Launch method in all families, as package.Type.

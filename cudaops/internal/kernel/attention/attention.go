@@ -96,7 +96,7 @@ type Forward struct {
 
 // Launch enqueues one kernel.
 func (a Forward) Launch(q *kernel.Queue) {
-	c := begin(q, "Attention", a.Geometry, a.Type, a.Variant, a.Variants(q.Set))
+	c := newCall(q, "Attention", a.Geometry, a.Type, a.Variant, a.Variants(q.Set))
 	c.rows, c.normalizers = [8]kernel.Rows{a.Q, a.K, a.V, a.Y}, a.Normalizers
 	c.launch(forward)
 }
@@ -158,7 +158,7 @@ func (a Geometry) statsRows() int {
 // Launch enqueues the kernels that compute the gradients, preceded by the statistics kernel unless
 // HasStatistics is set.
 func (a Backward) Launch(q *kernel.Queue) {
-	c := begin(q, "AttentionBackward", a.Geometry, a.Type, a.Variant, a.Variants(q.Set))
+	c := newCall(q, "AttentionBackward", a.Geometry, a.Type, a.Variant, a.Variants(q.Set))
 	c.rows = [8]kernel.Rows{a.Q, a.K, a.V, a.Y, a.G, a.DQ, a.DK, a.DV}
 	c.normalizers, c.stats = a.Normalizers, a.Workspace
 	turnsBack := c.Family == Hopper && c.HeadDim == c.hopperDim() // whether the kernels below undo RoPE themselves
@@ -198,15 +198,15 @@ type call struct {
 	normalizers, stats gpu.Ptr
 }
 
-// begin returns a call of the given variant, or of the fastest one if none is given. Any size is
+// newCall returns a call of the given variant, or of the fastest one if none is given. Any size is
 // accepted.
-func begin(q *kernel.Queue, op string, a Geometry, t gpu.DType, w kernel.Variant,
+func newCall(q *kernel.Queue, op string, a Geometry, t gpu.DType, w kernel.Variant,
 	variants []kernel.Variant) *call {
 	c := &call{Queue: q, Geometry: a, dtype: t, Variant: w}
 	if w.Family == "" {
 		c.Family = variants[0].Family
 	} else if !slices.Contains(variants, kernel.Variant{Family: w.Family}) {
-		c.Err = fmt.Errorf("kernels.%s: the variant %v does not take the arguments, which %v do", op, w,
+		c.Err = fmt.Errorf("kernels.%s: variant %v does not accept the arguments; use one of %v", op, w,
 			variants)
 	}
 
@@ -272,9 +272,9 @@ func (m mmaShape) shared(p pass, dim int) int {
 }
 
 func (c *call) launch(p pass) {
-	heads, others := c.Batch*c.Heads, 1 // a block owns rows of one kind of head and loops over the other kind
+	heads, readHeads := c.Batch*c.Heads, 1 // a block owns rows of one kind of head and loops over the other kind
 	if p == backwardKV {
-		heads, others = c.Batch*c.KVHeads, c.Heads/c.KVHeads
+		heads, readHeads = c.Batch*c.KVHeads, c.Heads/c.KVHeads
 	}
 
 	if c.Family == plain {
@@ -284,7 +284,7 @@ func (c *call) launch(p pass) {
 	}
 
 	if c.Family == Hopper { // forward only; the backward pass is launchFused
-		c.launchHopper(heads, others)
+		c.launchHopper(heads, readHeads)
 		return
 	}
 
@@ -297,7 +297,7 @@ func (c *call) launch(p pass) {
 	l := kernel.Line(heads*kernel.CeilDiv(c.Seq, m.own), m.threads)
 	l.Shared = m.shared(p, dim)
 	c.run("attention_mma", fmt.Sprintf("attention_mma_%v_%d", p, dim), l,
-		c.params(c.section(heads, others)))
+		c.params(c.section(heads, readHeads)))
 }
 
 // run enqueues a kernel. With documents it enqueues the variant that takes their table as its last
@@ -311,8 +311,8 @@ func (c *call) run(unit, name string, l gpu.LaunchConfig, args ...any) {
 
 // section returns the number of heads that are worked on together. The rows that their blocks read
 // repeatedly should fit in L2 with room to spare.
-func (c *call) section(heads, others int) int {
-	each := 2 * c.Seq * c.HeadDim * c.dtype.Size() * others
+func (c *call) section(heads, readHeads int) int {
+	each := 2 * c.Seq * c.HeadDim * c.dtype.Size() * readHeads
 	return min(max(c.Info.L2*5/8/each, 1), heads)
 }
 

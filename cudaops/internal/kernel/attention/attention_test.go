@@ -55,7 +55,7 @@ type matrix struct {
 
 // matrices returns matrices of the given widths. They are columns of one buffer, followed by a few
 // unused columns, if the case is packed; otherwise each has its own buffer.
-func (c attentionCase) matrices(g *kerneltest.Rig, nobodys int, widths ...int) []matrix {
+func (c attentionCase) matrices(g *kerneltest.Rig, unused int, widths ...int) []matrix {
 	rows := c.Batch * c.Seq
 	parts := make([]matrix, len(widths))
 	if !c.packed {
@@ -66,7 +66,7 @@ func (c attentionCase) matrices(g *kerneltest.Rig, nobodys int, widths ...int) [
 		return parts
 	}
 
-	stride := nobodys
+	stride := unused
 	for _, w := range widths {
 		stride += w
 	}
@@ -112,7 +112,7 @@ func (m matrix) near(g *kerneltest.Rig, what string, want []float64, tol float64
 	for r := range m.rows {
 		copy(got[r*m.width:], all[r*m.Stride+m.first:][:m.width])
 		if last := all[r*m.Stride+m.Stride-1]; m.Stride > m.width && last == last {
-			g.Errorf("%s: a kernel wrote beside the rows", what)
+			g.Errorf("%s: a kernel wrote outside the rows", what)
 			break
 		}
 	}

@@ -63,10 +63,10 @@ func (h hopperShape) sharedFused(dim int, documents bool) int {
 }
 
 // launchHopper enqueues the forward pass.
-func (c *call) launchHopper(heads, others int) {
+func (c *call) launchHopper(heads, readHeads int) {
 	dim := c.hopperDim()
 	h := hopperShapes[dim]
-	section := c.evenSection(heads, kernel.CeilDiv(c.Seq, 64*h.workers), others, true)
+	section := c.evenSection(heads, kernel.CeilDiv(c.Seq, 64*h.workers), readHeads, true)
 	args := c.hopperArgs(section, c.rows[:3])
 	l := kernel.Line(c.Info.SMs, 128*(h.workers+1))
 	l.Shared = h.shared(dim)
@@ -82,12 +82,12 @@ func (c *call) launchHopper(heads, others int) {
 //
 // With inTurns, multiprocessors take work in the order of workOf in attention_hopper.cuh; otherwise
 // the next idle one takes it.
-func (c *call) evenSection(heads, tiles, others int, inTurns bool) int {
+func (c *call) evenSection(heads, tiles, readHeads int, inTurns bool) int {
 	if c.Size > 0 {
 		return min(c.Size, heads)
 	}
 
-	limit := c.section(heads, others)
+	limit := c.section(heads, readHeads)
 	if !c.Causal || !inTurns && heads*tiles > c.Info.SMs*worksToEven {
 		return limit
 	}
@@ -97,10 +97,10 @@ func (c *call) evenSection(heads, tiles, others int, inTurns bool) int {
 		return best.(int)
 	}
 
-	best, least := 0, math.MaxInt
+	best, shortest := 0, math.MaxInt
 	for n := limit; n >= max(limit/2, 1); n -= max(limit/32, 1) {
-		if busy := longest(heads, tiles, n, c.Info.SMs, inTurns); busy < least {
-			best, least = n, busy
+		if busy := longest(heads, tiles, n, c.Info.SMs, inTurns); busy < shortest {
+			best, shortest = n, busy
 		}
 	}
 
@@ -198,9 +198,9 @@ const fusedSection = 16
 // own tiles of keys.
 func (c *call) sectionOfFused(tiles int) int {
 	heads := c.Batch * c.KVHeads
-	least := min(fusedSection, heads)
-	if c.Size == 0 && c.section(heads, c.sharers()) < least {
-		return least
+	minimum := min(fusedSection, heads)
+	if c.Size == 0 && c.section(heads, c.sharers()) < minimum {
+		return minimum
 	}
 	return c.evenSection(heads, tiles, c.sharers(), false)
 }

@@ -46,7 +46,7 @@ func TestAttentionShapesMatchSources(t *testing.T) {
 func TestAttentionSections(t *testing.T) {
 	for _, a := range []struct{ batch, heads, seq, dim int }{{32, 12, 1024, 64},
 		{16, 16, 2048, 128}, {4, 16, 8192, 128}, {1, 3, 100, 64}} {
-		k, _, _ := kerneltest.FakeAttention(t, 90, 227<<10)
+		k, _, _ := kerneltest.FakeGPU(t, 90, 227<<10)
 		c := call{Queue: &kernel.Queue{Set: k}, Geometry: Geometry{Batch: a.batch, Seq: a.seq,
 			Heads: a.heads, KVHeads: a.heads, HeadDim: a.dim, Causal: true},
 			dtype: kerneltest.Bf16}
@@ -71,7 +71,7 @@ func TestAttentionSections(t *testing.T) {
 // TestAttentionSectionVariants checks which numbers of heads are offered as variants of the fused
 // backward pass.
 func TestAttentionSectionVariants(t *testing.T) {
-	k, _, p := kerneltest.FakeAttention(t, 90, 227<<10)
+	k, _, p := kerneltest.FakeGPU(t, 90, 227<<10)
 	for _, c := range []struct {
 		batch, seq, heads, kv, dim int
 		causal                     bool
@@ -104,7 +104,7 @@ func TestAttentionPicksVariants(t *testing.T) {
 		{80, 163 << 10, "attention_mma"}, {89, 99 << 10, "attention_mma"},
 		{90, 227 << 10, "attention_hopper"},
 	} {
-		k, c, p := kerneltest.FakeAttention(t, gpu.capability, gpu.shared)
+		k, c, p := kerneltest.FakeGPU(t, gpu.capability, gpu.shared)
 		for _, dim := range []int{40, 64, 72, 96, 104, 128, 136} {
 			a := Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true}
 			q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
@@ -154,7 +154,7 @@ func TestAttentionPicksVariants(t *testing.T) {
 // TestAttentionHasStatistics checks that a backward pass with HasStatistics skips the statistics
 // kernel, and that a separate Statistics launch is the same as the one it replaces.
 func TestAttentionHasStatistics(t *testing.T) {
-	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
+	k, c, p := kerneltest.FakeGPU(t, 90, 227<<10)
 	for _, dim := range []int{64, 96, 128} {
 		rows := kernel.Rows{Ptr: p, Stride: 4 * dim}
 		back := Backward{Geometry: Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 4, HeadDim: dim},
@@ -171,13 +171,13 @@ func TestAttentionHasStatistics(t *testing.T) {
 		alone := trace(back)
 		back.HasStatistics = true
 		require.Equal(t, len(alone)-1, len(trace(back)))
-		apart := trace(Statistics{Geometry: back.Geometry, G: rows, Y: rows,
+		separate := trace(Statistics{Geometry: back.Geometry, G: rows, Y: rows,
 			Normalizers: p, Workspace: p,
 			Type: back.Type}, back)
-		require.Equal(t, len(alone), len(apart))
+		require.Equal(t, len(alone), len(separate))
 		for i := range alone {
-			require.Equal(t, alone[i].Name, apart[i].Name)
-			require.Equal(t, alone[i].Config, apart[i].Config)
+			require.Equal(t, alone[i].Name, separate[i].Name)
+			require.Equal(t, alone[i].Config, separate[i].Config)
 		}
 	}
 }
@@ -185,7 +185,7 @@ func TestAttentionHasStatistics(t *testing.T) {
 // TestAttentionWorkspace checks that the counters are at the end of the fused backward pass's
 // workspace, and that the statistics kernel clears them all.
 func TestAttentionWorkspace(t *testing.T) {
-	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
+	k, c, p := kerneltest.FakeGPU(t, 90, 227<<10)
 	for _, x := range []struct{ seq, dim, tile int }{{1, 72, 64}, {64, 72, 64}, {100, 72, 64},
 		{129, 72, 64}, {128, 64, 64}, {129, 40, 64}} {
 		seq := x.seq
@@ -213,7 +213,7 @@ func TestAttentionWorkspace(t *testing.T) {
 // TestAttentionFused64 checks that for head dimension 64 the fused backward pass is one kernel
 // after the statistics, with and without documents.
 func TestAttentionFused64(t *testing.T) {
-	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
+	k, c, p := kerneltest.FakeGPU(t, 90, 227<<10)
 	for _, dim := range []int{40, 64} {
 		a := Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true}
 		q, kv := kernel.Rows{Ptr: p, Stride: 4 * dim}, kernel.Rows{Ptr: p, Stride: 2 * dim}
@@ -245,7 +245,7 @@ func TestAttentionFused64(t *testing.T) {
 // TestAttentionDocumentsLaunches checks that, with documents, every kernel that reads keys or
 // queries is replaced by the variant that takes the table of documents.
 func TestAttentionDocumentsLaunches(t *testing.T) {
-	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
+	k, c, p := kerneltest.FakeGPU(t, 90, 227<<10)
 	table := p.Offset(4096)
 	for _, dim := range []int{40, 64, 96, 128, 136} {
 		for _, v := range []string{plain, mma, Hopper} {
@@ -275,10 +275,10 @@ func TestAttentionDocumentsLaunches(t *testing.T) {
 	}
 }
 
-// TestAttentionTurnsBack checks that RoPE kernels follow the backward pass only if its own kernels
+// TestAttentionUndoesRoPE checks that RoPE kernels follow the backward pass only if its own kernels
 // can't undo the rotation.
-func TestAttentionTurnsBack(t *testing.T) {
-	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
+func TestAttentionUndoesRoPE(t *testing.T) {
+	k, c, p := kerneltest.FakeGPU(t, 90, 227<<10)
 	for _, dim := range []int{40, 64, 72, 96, 128, 136} {
 		for _, turned := range []bool{false, true} {
 			a := Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: dim, Causal: true}
@@ -312,7 +312,7 @@ func TestAttentionTurnsBack(t *testing.T) {
 func TestAttentionPoisonsSums(t *testing.T) {
 	before := gpu.Poison
 	defer func() { gpu.Poison = before }()
-	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
+	k, c, p := kerneltest.FakeGPU(t, 90, 227<<10)
 	a := Geometry{Batch: 2, Seq: 100, Heads: 4, KVHeads: 2, HeadDim: 128, Causal: true}
 	q, kv := kernel.Rows{Ptr: p, Stride: 4 * a.HeadDim}, kernel.Rows{Ptr: p, Stride: 2 * a.HeadDim}
 	for _, poison := range []bool{false, true} {

@@ -36,7 +36,7 @@ func main() {
 	log.SetFlags(0)
 	flag.Parse() // there are no options, but --help and mistakes must not start a build
 	if flag.NArg() > 0 {
-		log.Fatalf("build takes no arguments, and got %q", flag.Args())
+		log.Fatalf("build takes no arguments, got %q", flag.Args())
 	}
 
 	if err := build("."); err != nil {
@@ -67,7 +67,7 @@ func build(dir string) error {
 	}
 
 	if len(names) == 0 {
-		return errors.New("there are no kernels here: run go generate ./cudaops/internal/kernel")
+		return errors.New("no kernels found in this folder: run go generate ./cudaops/internal/kernel")
 	}
 
 	for _, name := range names {
@@ -198,12 +198,12 @@ func compiler() (string, error) {
 		return nvcc, nil
 	}
 	if err == nil {
-		err = fmt.Errorf("it says %q", out)
+		err = fmt.Errorf("nvcc --version prints %q", out)
 	}
 
-	return "", fmt.Errorf("%s is no nvcc of CUDA 13.0 (%w); install that toolkit, or with pip: "+
+	return "", fmt.Errorf("%s is not nvcc from CUDA 13.0 (%w); install that toolkit, or use pip to install "+
 		"nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime, each "+
-		"==13.0.*, with CUDA_HOME for site-packages/nvidia/cu13", nvcc, err)
+		"==13.0.*, and set CUDA_HOME to site-packages/nvidia/cu13", nvcc, err)
 }
 
 // compile writes a unit's binary, followed by its hash.

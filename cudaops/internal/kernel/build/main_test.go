@@ -58,7 +58,7 @@ func TestSignaturesMatchBinaries(t *testing.T) {
 	require.Equal(t, want, got)
 }
 
-func TestHashCoversAllThatMatters(t *testing.T) {
+func TestSourceHash(t *testing.T) {
 	dir := t.TempDir()
 	for _, folder := range []string{"family", "include"} {
 		require.NoError(t, os.Mkdir(filepath.Join(dir, folder), 0o755))
@@ -77,9 +77,9 @@ func TestHashCoversAllThatMatters(t *testing.T) {
 	write("include/c.cuh", "#pragma once\n")
 	first := hash()
 	write("family/a.cu", "#include \"b.cuh\"\r\nint a;\r\n")
-	require.Equal(t, first, hash(), "line endings count")
+	require.Equal(t, first, hash(), "line endings must not matter")
 	write("family/a.cu", "// a\n#include \"b.cuh\"  // b\n  // c\nint a;\n")
-	require.Equal(t, first, hash(), "comments count")
+	require.Equal(t, first, hash(), "comments must not matter")
 	for _, text := range []string{"int a;  // b \\", `asm("int a;  // b");`} {
 		write("family/a.cu", "#include \"b.cuh\"\n"+text+"\n")
 		second := hash()
@@ -89,7 +89,7 @@ func TestHashCoversAllThatMatters(t *testing.T) {
 
 	write("family/a.cu", "#include \"b.cuh\"\nint a;\n")
 	write("include/c.cuh", "#pragma once\nint c;\n")
-	require.NotEqual(t, first, hash(), "what an included file includes does not count")
+	require.NotEqual(t, first, hash(), "headers of headers must matter")
 	require.NoError(t, os.Remove(filepath.Join(dir, "include", "c.cuh")))
 	if _, err := sourceHash(dir, "family/a"); err == nil {
 		t.Error("no error for a missing file")
@@ -114,7 +114,7 @@ func TestBuild(t *testing.T) {
 		require.NoError(t, os.WriteFile(filepath.Join(home, "bin", "nvcc"), []byte("#!/bin/sh\n"+
 			`[ "$1" = --version ] && echo "release `+release+`, V" && exit`+"\n"+then+"\n"), 0o755))
 	}
-	require.ErrorContains(t, build(dir), "nvcc is no nvcc of CUDA 13.0")
+	require.ErrorContains(t, build(dir), "nvcc is not nvcc from CUDA 13.0")
 	compilerSays("12.4", "")
 	require.ErrorContains(t, build(dir), "12.4")
 	compilerSays("13.0", "exit 3")

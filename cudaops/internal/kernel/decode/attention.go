@@ -41,9 +41,9 @@ type Geometry struct {
 const (
 	threads   = 256
 	elements  = 8
-	leastKeys = 64
-	most      = 64 // limit on slices
-	mostDim   = 32 * elements
+	minKeys   = 64
+	maxSlices = 64 // limit on slices
+	maxDim    = 32 * elements
 )
 
 // together returns the number of query heads that a block computes at once. They share a key-value
@@ -61,7 +61,7 @@ func (g Geometry) blocks() int { return kernel.CeilDiv(g.Heads/g.KVHeads, g.toge
 // slices returns the largest number of slices into which the positions are divided. It is just
 // large enough to keep the GPU busy.
 func (g Geometry) slices(d gpu.DeviceInfo) int {
-	return max(1, min(most, kernel.CeilDiv(g.Capacity, leastKeys),
+	return max(1, min(maxSlices, kernel.CeilDiv(g.Capacity, minKeys),
 		kernel.CeilDiv(2*max(1, d.SMs), g.KVHeads*g.blocks())))
 }
 
@@ -75,9 +75,9 @@ func (g Geometry) Counters() int { return g.KVHeads * g.blocks() }
 
 // Launch enqueues one kernel.
 func (a Attention) Launch(q *kernel.Queue) {
-	if a.HeadDim > mostDim {
+	if a.HeadDim > maxDim {
 		q.Err = fmt.Errorf("kernels.DecodeAttention: heads of %d features, want at most %d",
-			a.HeadDim, mostDim)
+			a.HeadDim, maxDim)
 	}
 
 	lanes := 8

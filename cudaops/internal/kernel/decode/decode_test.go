@@ -103,7 +103,7 @@ func decodeAll(g *kerneltest.Rig, s Geometry, tokens int, dt gpu.DType, turned b
 
 	for _, x := range append(all(keys, tokens, s.Capacity), all(values, tokens, s.Capacity)...) {
 		if x == x {
-			g.Fatal("something was written behind the position")
+			g.Fatal("something was written after the position")
 		}
 	}
 }
@@ -178,10 +178,10 @@ func TestLost(t *testing.T) {
 	}
 }
 
-func TestFiguresMatchSources(t *testing.T) {
+func TestConstantsMatchSources(t *testing.T) {
 	kerneltest.MatchSource(t, "decode_attention.cu",
 		fmt.Sprintf("kThreads = %d, kElements = %d,", threads, elements),
-		fmt.Sprintf("kLeastKeys = %d;", leastKeys), fmt.Sprintf("kMostSlices = %d;", most))
+		fmt.Sprintf("kLeastKeys = %d;", minKeys), fmt.Sprintf("kMostSlices = %d;", maxSlices))
 	kerneltest.MatchSource(t, "decode_product.cu", fmt.Sprintf("kWarps = %d,", warps))
 }
 

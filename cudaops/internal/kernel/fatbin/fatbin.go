@@ -50,13 +50,13 @@ var unpacker, _ = zstd.NewReader(nil) // fails only for invalid options
 // headers.
 func images(binary []byte) (all []image, err error) {
 	if len(binary) < 16 {
-		return nil, fmt.Errorf("fatbin: %d bytes are too few", len(binary))
+		return nil, fmt.Errorf("fatbin: %d bytes are too few for a fat binary", len(binary))
 	}
 
-	const least = 64 // size of an image's header
-	for left := binary[16:]; len(left) >= least; {
+	const minHeader = 64 // size of an image's header
+	for left := binary[16:]; len(left) >= minHeader; {
 		kind, header, size, packed, arch := readHeader(left)
-		if header+packed > len(left) || header+size > len(left) || header+size < least {
+		if header+packed > len(left) || header+size > len(left) || header+size < minHeader {
 			return nil, fmt.Errorf("fatbin: an image of %d bytes in the last %d", size, len(left))
 		}
 		all = append(all, image{kind, arch, left[header:][:packed]})
@@ -81,7 +81,7 @@ func Signatures(binary []byte) (Table, error) {
 
 	i := slices.IndexFunc(all, func(i image) bool { return i.kind == ptxImage })
 	if i < 0 {
-		return nil, errors.New("fatbin: there is no PTX")
+		return nil, errors.New("fatbin: no PTX")
 	}
 
 	ptx, err := all[i].unpack()
@@ -117,7 +117,7 @@ func ptxParams(list string) (Signature, error) {
 		}
 		m := ptxParam.FindStringSubmatch(text)
 		if m == nil {
-			return nil, fmt.Errorf("the parameter %q is of an unknown kind", text)
+			return nil, fmt.Errorf("parameter %q has an unknown kind", text)
 		}
 
 		p := Param{Size: 4, Kind: gpu.Integer}

@@ -57,7 +57,7 @@ func TestPTXParams(t *testing.T) {
 	require.Empty(t, got)
 
 	_, err = ptxParams(".param .texref k_param_0")
-	require.ErrorContains(t, err, `".param .texref k_param_0" is of an unknown kind`)
+	require.ErrorContains(t, err, `".param .texref k_param_0" has an unknown kind`)
 }
 
 // TestBrokenBinaries checks that broken binaries give errors.

@@ -73,14 +73,14 @@ func warpShared(columns, stages, warpBytes int) int {
 	return stages*(2*gemmDepth*(gemmRows+columns)+16) + gemmRows/16*(warpBytes+16)
 }
 
-// float8Least is the depth that a float8 product must exceed. With fewer steps per tile than
+// float8MinDepth is the depth that a float8 product must exceed. With fewer steps per tile than
 // stages, the copy engine would overwrite a tile's factors while they are still being read.
-const float8Least = (plainStages - 1) * 2 * gemmDepth
+const float8MinDepth = (plainStages - 1) * 2 * gemmDepth
 
 // float8Product reports whether kernels based on gemm_hopper.cuh accept a float8 product with the
 // given number of columns and depth d, and results of type t.
 func float8Product(columns, d int, t gpu.DType) bool {
-	return columns%16 == 0 && d%16 == 0 && d > float8Least && t == gpu.BFloat16
+	return columns%16 == 0 && d%16 == 0 && d > float8MinDepth && t == gpu.BFloat16
 }
 
 // factorBytes returns the shared memory for the column factors of two tiles.

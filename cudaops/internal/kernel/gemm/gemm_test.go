@@ -122,7 +122,7 @@ func halves(ab []float64, rows, f int) (a, b []float64) {
 // TestLaunches checks that every kernel of the family is launched with the parameters it takes, in
 // clusters of two, and within the shared memory of a multiprocessor.
 func TestLaunches(t *testing.T) {
-	k, c, p := kerneltest.FakeAttention(t, 90, 227<<10)
+	k, c, p := kerneltest.FakeGPU(t, 90, 227<<10)
 	turned := RoPEProduct{Y: p, X: p, Weights: p, Angles: p, Rows: 6, Columns: 384, D: 464,
 		Turned: 192, Seq: 3, Type: kerneltest.Bf16}
 	launches := []kernel.Launch{
@@ -180,7 +180,7 @@ func TestLaunches(t *testing.T) {
 
 	require.Equal(t, len(launches)+2, count, "the output layer's loss has three kernels")
 	for _, dim := range []int{64, 128} {
-		require.LessOrEqual(t, turnedTiles[dim].stages, float8Least/(2*gemmDepth)+1)
+		require.LessOrEqual(t, turnedTiles[dim].stages, float8MinDepth/(2*gemmDepth)+1)
 	}
 }
 
@@ -202,7 +202,7 @@ func takes[T interface {
 }](t *testing.T, ok T, changes ...func(*T)) {
 	t.Helper()
 	for _, capability := range []int{89, 90} {
-		k, _, _ := kerneltest.FakeAttention(t, capability, 227<<10)
+		k, _, _ := kerneltest.FakeGPU(t, capability, 227<<10)
 		require.Equal(t, capability == 90, len(ok.Variants(k)) == 1, "%T", ok)
 		for i, change := range changes {
 			a := ok
@@ -244,8 +244,8 @@ func TestVariants(t *testing.T) {
 		func(a *StatisticsProduct) { a.Type = kerneltest.F32 })
 }
 
-// TestFiguresMatchSources checks that the launchers' constants match the CUDA sources.
-func TestFiguresMatchSources(t *testing.T) {
+// TestConstantsMatchSources checks that the launchers' constants match the CUDA sources.
+func TestConstantsMatchSources(t *testing.T) {
 	for source, figures := range map[string][]string{
 		"gemm_hopper.cuh": {fmt.Sprintf("kRows = %d, kDepth = %d, kWorkers = 2, kCluster = %d;",
 			gemmRows, gemmDepth, gemmCluster), "kPanel = 16 * 128;"},

@@ -51,9 +51,9 @@ func (a LinearCrossEntropy) Launch(q *kernel.Queue) {
 	const unit = "gemm_hopper_loss"
 	shift := a.Workspace
 	sums := shift.Offset(4 * a.Rows)
-	others := kernel.Struct{a.X, a.W, a.Targets, shift, a.Terms, sums, a.Losses, a.Factors,
+	lossArgs := kernel.Struct{a.X, a.W, a.Targets, shift, a.Terms, sums, a.Losses, a.Factors,
 		a.Scaled, a.Scale, a.Grad, a.Rows, a.V, a.D}
-	q.Run(unit, "gemm_hopper_loss_shift", kernel.Cover(a.Rows, lossWarps, 32*lossWarps), others)
+	q.Run(unit, "gemm_hopper_loss_shift", kernel.Cover(a.Rows, lossWarps, 32*lossWarps), lossArgs)
 	gemmLaunch{unit: unit, symbol: "gemm_hopper_loss_bf16", dtype: gpu.BFloat16,
 		shared: warpShared(lossColumns, lossStages, lossTermBytes),
 		params: kernel.Struct{shift, sums, a.Rows, a.V, a.D, gemmSection},
@@ -63,7 +63,7 @@ func (a LinearCrossEntropy) Launch(q *kernel.Queue) {
 			matrix(a.Terms, a.V, a.Rows, 64, 16).storing(),
 		}}.run(q)
 
-	q.Run(unit, "gemm_hopper_loss_finish", kernel.Cover(a.Rows, lossRows, 32*lossWarps), others)
+	q.Run(unit, "gemm_hopper_loss_finish", kernel.Cover(a.Rows, lossRows, 32*lossWarps), lossArgs)
 }
 
 // ScaleRows multiplies each row of X [Rows, D], bfloat16, by its float32 factor. A factor of 0 sets

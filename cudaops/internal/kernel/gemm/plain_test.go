@@ -145,8 +145,8 @@ func testProduct(g *kerneltest.Rig, s Product, dtype gpu.DType) {
 		}
 		g.Near(what, y, plus, kerneltest.Forward(dtype))
 		if e := kerneltest.Distance(g.Read(y), plus); n > 10000 && !(e < 0.95*rounded) {
-			g.Errorf("%s: relative error %.3g, want less than that of a result that is rounded "+
-				"twice, %.3g", what, e, rounded)
+			g.Errorf("%s: relative error %.3g, want less than the %.3g of a result that is "+
+				"rounded twice", what, e, rounded)
 		}
 	})
 }
@@ -161,9 +161,9 @@ func nearRows(g *kerneltest.Rig, what string, got, want, x, w []float64, d int) 
 	for r := range len(want) / columns {
 		row := want[r*columns:][:columns]
 		off := kerneltest.Distance(got[r*columns:][:columns], row) * kerneltest.Norm(row)
-		most := kerneltest.Norm(row)/256 + 3e-3*kerneltest.Norm(x[r*d:][:d])*weights/math.Sqrt(float64(d))
-		if !(off <= most) {
-			g.Fatalf("%s: row %d is off by %.3g, want at most %.3g", what, r, off, most)
+		limit := kerneltest.Norm(row)/256 + 3e-3*kerneltest.Norm(x[r*d:][:d])*weights/math.Sqrt(float64(d))
+		if !(off <= limit) {
+			g.Fatalf("%s: row %d is off by %.3g, want at most %.3g", what, r, off, limit)
 		}
 	}
 }
@@ -189,7 +189,7 @@ func TestRoPEProductFloat8(t *testing.T) {
 			_, _, want := turnedProduct(g, &a, x, w)
 			variants := a.Variants(g.Set)
 			if len(variants) == 0 {
-				g.Fatal("no variant takes it")
+				g.Fatal("no variant accepts the product")
 			}
 			for _, a.Variant = range variants {
 				var bits []float64

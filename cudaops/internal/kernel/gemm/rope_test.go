@@ -52,7 +52,7 @@ func testRoPEProduct(g *kerneltest.Rig, a RoPEProduct) {
 	cos, sin, want := turnedProduct(g, &a, xr, wr)
 	variants := a.Variants(g.Set)
 	if len(variants) == 0 {
-		g.Fatal("no variant takes it")
+		g.Fatal("no variant accepts the product")
 	}
 
 	for _, a.Variant = range variants {
@@ -76,7 +76,7 @@ func testRoPEProduct(g *kerneltest.Rig, a RoPEProduct) {
 				YStride: a.Columns, Type: a.Type}))
 		}
 		if !slices.Equal(g.Read(product), got) {
-			g.Errorf("%v: the bits are not those of the product, turned behind it", a.Variant)
+			g.Errorf("%v: the bits differ from a product followed by a rotation", a.Variant)
 		}
 	}
 }

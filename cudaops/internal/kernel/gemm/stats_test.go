@@ -83,7 +83,7 @@ func testStatisticsProduct(g *kerneltest.Rig, a StatisticsProduct) {
 		require.Less(g, kerneltest.Distance(products, sums), 1e-5)
 		require.Falsef(g, slices.ContainsFunc(all[inStats:counters], func(v float64) bool {
 			return v == v
-		}), "the sums of dq are not as they were")
+		}), "the sums of dq have changed")
 		require.Equal(g, make([]float64, n), all[counters:][:n])
 		if bits == nil {
 			bits, statsBits = got, all[:inStats]
@@ -95,7 +95,7 @@ func testStatisticsProduct(g *kerneltest.Rig, a StatisticsProduct) {
 	plain := g.Alloc(len(want), a.Type, 0)
 	g.Must(g.Launch(g.Stream, Product{Y: plain.Ptr, X: a.X, W: a.W, Type: a.Type,
 		Rows: rows, Columns: columns, D: a.D}))
-	require.True(g, slices.Equal(g.Read(plain), bits), "the bits are not those of the product alone")
+	require.True(g, slices.Equal(g.Read(plain), bits), "the bits differ from those of a plain product")
 }
 
 // requireExponent checks that h and ρ match the normalizer (m, log l), as defined in exponent.cuh.
@@ -117,22 +117,22 @@ func requireExponent(g *kerneltest.Rig, m, logL, h, rho float64) {
 		rho)
 }
 
-// TestStatisticsFormed compares the gradients of attention backward passes that get their
+// TestBackwardStatistics compares the gradients of attention backward passes that get their
 // statistics in different ways. With a separate statistics kernel the bits must be the same as with
 // the pass's own; with a StatisticsProduct they must be close.
-func TestStatisticsFormed(t *testing.T) {
+func TestBackwardStatistics(t *testing.T) {
 	g := newHopperRig(t)
 	for _, headDim := range []int{64, 128} {
 		for _, documents := range []bool{false, true} {
 			g.Scope(fmt.Sprintf("%d, documents %v", headDim, documents), func(g *kerneltest.Rig) {
-				testStatisticsFormed(g, attention.Geometry{Batch: 2, Seq: 384, Heads: 6, KVHeads: 3,
+				testBackwardStatistics(g, attention.Geometry{Batch: 2, Seq: 384, Heads: 6, KVHeads: 3,
 					HeadDim: headDim, Causal: true}, documents)
 			})
 		}
 	}
 }
 
-func testStatisticsFormed(g *kerneltest.Rig, s attention.Geometry, documents bool) {
+func testBackwardStatistics(g *kerneltest.Rig, s attention.Geometry, documents bool) {
 	g.Helper()
 	bf16, rows := kerneltest.Bf16, s.Batch*s.Seq
 	wide, narrow := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim

@@ -97,23 +97,23 @@ func testSymmetric(g *kerneltest.Rig, s Symmetric) {
 	}
 }
 
-// TestSymmetricInTurn runs overlapping products, each reading the result of the preceding one, and
+// TestSymmetricOverlap runs overlapping products, each reading the result of the preceding one, and
 // compares with separate runs.
-func TestSymmetricInTurn(t *testing.T) {
+func TestSymmetricOverlap(t *testing.T) {
 	g := newHopperRig(t)
 	for _, n := range []int{264, 1304} {
 		g.Scope(fmt.Sprint(n), func(g *kerneltest.Rig) {
 			// products with x are as large as the other factor
 			x, _ := scaledNormal(g, n*n, n, kerneltest.F16)
 			var want []float64
-			for apart := range 2 {
+			for overlapping := range 2 {
 				from := x.Ptr
 				var d *kerneltest.Buffer
 				for range 7 {
 					d = g.Alloc(n*n, kerneltest.F16, 0)
 					g.Must(g.Launch(g.Stream, Symmetric{D: d.Ptr, Left: from, Right: x.Ptr,
 						Alpha: 1, N: n, Depth: n, Batch: 1, Type: kerneltest.F16}))
-					if from = d.Ptr; apart == 0 {
+					if from = d.Ptr; overlapping == 0 {
 						g.Must(g.Ctx.SyncStream(g.Stream))
 					}
 				}

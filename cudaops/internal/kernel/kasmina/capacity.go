@@ -9,14 +9,14 @@ import (
 
 // Constants of kasmina_capacity.cu, and limits on its memory.
 const (
-	mixThreads    = 256
-	mixSums       = 4096     // floats of shared memory for adding up the sums of groups of threads
-	mixSharedMost = 96 << 10 // bytes of shared memory; available on every GPU
-	mixLeast      = 16       // rows at a time needed to keep weights in shared memory
-	mixPartials   = 16 << 20 // limit on floats of partial sums
-	mixSpread     = 64       // parts of the rows if few seeds mix features
-	mixTile       = 256      // limit on rows at a time
-	mixUnit       = "kasmina_capacity"
+	mixThreads   = 256
+	mixSums      = 4096     // floats of shared memory for adding up the sums of groups of threads
+	mixMaxShared = 96 << 10 // bytes of shared memory; available on every GPU
+	mixMinTile   = 16       // rows at a time needed to keep weights in shared memory
+	mixPartials  = 16 << 20 // limit on floats of partial sums
+	mixSpread    = 64       // parts of the rows if few seeds mix features
+	mixTile      = 256      // limit on rows at a time
+	mixUnit      = "kasmina_capacity"
 )
 
 // mixing describes how the kernels for wide slots divide a layer, and holds their workspace.
@@ -45,10 +45,10 @@ func newMixing(d gpu.DeviceInfo, l Layer, backward bool, c *kernel.Carve) (g mix
 	}
 
 	for _, g.resident = range []bool{true, false} {
-		for g.tile = mixTile; g.tile > 1 && size() > mixSharedMost; {
+		for g.tile = mixTile; g.tile > 1 && size() > mixMaxShared; {
 			g.tile /= 2
 		}
-		if g.tile >= mixLeast && size() <= mixSharedMost {
+		if g.tile >= mixMinTile && size() <= mixMaxShared {
 			break
 		}
 	}

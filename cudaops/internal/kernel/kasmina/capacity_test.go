@@ -123,7 +123,7 @@ func TestKasminaMixing(t *testing.T) {
 
 	words := gpu.View[uint32](raw)
 	require.Equal(t, []uint32{1 | 2<<8 | 3<<16, 0, 0, 0, 0, 0, 0}, words[:7],
-		"those that mix are dormant")
+		"seeds that mix features are dormant")
 	words = gpu.View[uint32](raw[st.List():])
 	require.Equal(t, []uint32{4, 1, 4, 5, 6, 0, 0, 0}, words[:8])
 	if want := []uint32{5 | 3<<8 | 3<<16, 4 | 2<<8 | 1<<16, 5 | 1<<8 | 3<<16,

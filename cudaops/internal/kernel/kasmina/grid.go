@@ -16,9 +16,9 @@ const (
 	backwardRecord = 48
 	rowPartial     = 72
 	blockThreads   = 256
-	mostBlocks     = 4 // limit on blocks per multiprocessor
+	maxBlocks      = 4 // limit on blocks per multiprocessor
 	mergeThreads   = 256
-	mostRowParts   = 1024 // limit on parts of the rows in kasmina_rows.cu
+	maxRowParts    = 1024 // limit on parts of the rows in kasmina_rows.cu
 	ringAhead      = 3
 )
 
@@ -54,7 +54,7 @@ func newRowGrid(d gpu.DeviceInfo, l Layer) (r rowGrid) {
 	r.across = min(groups, powerOfTwo(l.State.Seeds))
 	r.down = groups / r.across
 	r.tiles = kernel.CeilDiv(l.State.Seeds, r.across)
-	r.blocks = min(kernel.CeilDiv(l.Rows, r.down), mostRowParts/r.down,
+	r.blocks = min(kernel.CeilDiv(l.Rows, r.down), maxRowParts/r.down,
 		max(1, 4*d.SMs/r.tiles))
 	return r
 }
@@ -124,9 +124,9 @@ func newGrid(device gpu.DeviceInfo, l Layer, aligned bool, use usage) grid {
 	return g
 }
 
-// over divides the rows for the given number of blocks in flight, plus later blocks that replace
-// them.
-func (g grid) over(l Layer, blocks int) grid {
+// divideRows divides the rows for the given number of blocks in flight, plus the later blocks that
+// replace these.
+func (g grid) divideRows(l Layer, blocks int) grid {
 	batches := kernel.CeilDiv(l.Rows, g.batch)
 	g.rowBlocks = min(max(1, blocks/g.tiles), kernel.CeilDiv(batches, g.down), 1<<16-1)
 	g.spreadLate(l, batches)
@@ -241,8 +241,8 @@ func (l Layer) workspace(d gpu.DeviceInfo, use usage) (bytes int) {
 	for i := range 4 {
 		use.telemetry = i/2 == 0
 		g := newGrid(d, l, i%2 == 0, use)
-		few := g.over(l, 1)
-		g = g.over(l, mostBlocks*d.SMs)
+		few := g.divideRows(l, 1)
+		g = g.divideRows(l, maxBlocks*d.SMs)
 		g.late, g.ending = few.late, few.ending // the most, which follow fewer blocks
 		var c kernel.Carve
 		g.scratch(l, &c)

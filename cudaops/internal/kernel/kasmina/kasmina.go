@@ -246,9 +246,8 @@ type pass struct {
 	layer      kernel.Struct
 }
 
-// newPass prepares the launch of a pass's main kernel. The alignment of X and the other arrays
-// determines its variant.
-func newPass(q *kernel.Queue, l Layer, use usage, work gpu.Ptr, others ...gpu.Ptr) *pass {
+// newPass prepares the launch of a pass's main kernel. arrays lists the pass's arrays other than X.
+func newPass(q *kernel.Queue, l Layer, use usage, work gpu.Ptr, arrays ...gpu.Ptr) *pass {
 	if l.Rows > math.MaxInt32 || l.State.Seeds*l.Chunk > math.MaxInt32/4 { // the kernels count in 32 bits
 		q.Err = fmt.Errorf("kernels.Kasmina: %d rows of %d seeds of %d columns are too many",
 			l.Rows, l.State.Seeds, l.Chunk)
@@ -259,11 +258,11 @@ func newPass(q *kernel.Queue, l Layer, use usage, work gpu.Ptr, others ...gpu.Pt
 		p.unit, p.name = "kasmina_backward", "kasmina_backward_"
 	}
 
-	g := newGrid(q.Info, l, kernel.Aligned(append(others, l.X)...), use)
+	g := newGrid(q.Info, l, kernel.Aligned(append(arrays, l.X)...), use)
 	p.name += l.mode(use.telemetry) + "_" + g.shape + kernel.Suffix(l.Type)
 	c := kernel.Line(1, blockThreads)
 	c.Shared = g.shared()
-	p.grid = g.over(l, min(q.Resident(p.unit, p.name, c), mostBlocks*q.Info.SMs))
+	p.grid = g.divideRows(l, min(q.Resident(p.unit, p.name, c), maxBlocks*q.Info.SMs))
 	from := kernel.Carve{At: work}
 	p.scratch = p.grid.scratch(l, &from)
 	if l.State.Wide {

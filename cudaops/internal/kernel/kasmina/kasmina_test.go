@@ -83,7 +83,7 @@ func TestKasminaGrid(t *testing.T) {
 			clip: rand.IntN(2) == 0}
 		aligned := rand.IntN(2) == 0
 		use.inPlace = use.backward && aligned && l.InPlace() && rand.IntN(2) == 0
-		g := newGrid(device, l, aligned, use).over(l, 1+rand.IntN(mostBlocks*device.SMs))
+		g := newGrid(device, l, aligned, use).divideRows(l, 1+rand.IntN(maxBlocks*device.SMs))
 		space := Forward{Layer: l}.WorkspaceBytes(device)
 		if use.backward {
 			space = Backward{Layer: l, Clip: use.clip}.WorkspaceBytes(device)
@@ -95,7 +95,7 @@ func TestKasminaGrid(t *testing.T) {
 			t.Fatalf("%+v %+v: %d bytes of shared memory", l, g, g.shared())
 		}
 		if use.inPlace && g.sharing == 0 {
-			t.Fatalf("%+v %+v: a chunk's threads are of several warps", l, g)
+			t.Fatalf("%+v %+v: a chunk's threads belong to several warps", l, g)
 		}
 		g.checkColumns(t, l)
 	}
@@ -149,7 +149,7 @@ func TestKasminaLateBlocks(t *testing.T) {
 				g.Set = small
 				r := newKasmina(g, c, nil)
 				grid := newGrid(g.Info, r.layer, true,
-					usage{telemetry: c.telemetry}).over(r.layer, mostBlocks)
+					usage{telemetry: c.telemetry}).divideRows(r.layer, maxBlocks)
 				require.NotZero(t, grid.late)
 				r.check()
 			})
@@ -174,7 +174,7 @@ func TestKasminaForeignKinds(t *testing.T) {
 					if words[s] != 0 && s%2 == 0 {
 						words[s] = words[s]&^0xff | uint32(kinds+
 							g.Rand.IntN(256-kinds))
-						r.states[s].Slot = slotOfNone
+						r.states[s].Slot = noSlot
 					}
 				}
 				g.Must(g.Ctx.CopyToDevice(r.layer.State.Ptr, gpu.Bytes(words), g.Stream))
@@ -290,7 +290,7 @@ func (r *kasminaRun) checkNonFinite() {
 	y, dx := r.Read(r.y), r.Read(r.dx)
 	for i := range y {
 		s := r.states[i/r.chunk%r.seeds]
-		if bits := math.Float64bits; s.Slot == slotOfNone || !s.Blend {
+		if bits := math.Float64bits; s.Slot == noSlot || !s.Blend {
 			if bits(y[i]) != bits(r.xr[i]) && y[i] == y[i] ||
 				bits(dx[i]) != bits(r.gr[i]) && dx[i] == dx[i] {
 				r.Fatalf("element %d: y %v of %v, dx %v of %v, where nothing blends", i, y[i],
@@ -333,7 +333,7 @@ func TestKasminaState(t *testing.T) {
 
 // TestKasminaLaunches launches passes of every kind on the fake driver, which checks the arguments.
 func TestKasminaLaunches(t *testing.T) {
-	k, _, p := kerneltest.FakeAttention(t, 90, 227<<10)
+	k, _, p := kerneltest.FakeGPU(t, 90, 227<<10)
 	for i, chunk := range []int{4, 16, 3, 4096} {
 		for _, stability := range []seed.Stability{seed.Fast, seed.Strict} {
 			for reduction := range seed.Max + 1 {

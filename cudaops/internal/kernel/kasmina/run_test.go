@@ -60,7 +60,7 @@ type kasminaRun struct {
 
 const (
 	kasminaStages = 11
-	slotOfNone    = 0
+	noSlot        = 0
 )
 
 // kinds returns the number of kinds that fit in the slots.

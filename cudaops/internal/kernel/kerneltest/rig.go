@@ -122,7 +122,7 @@ func (g *Rig) free() {
 		g.Must(g.Ctx.CopyToHost(before, b.base, g.Stream))
 		g.Must(g.Ctx.CopyToHost(after, b.Offset(b.Bytes()), g.Stream))
 		if slices.ContainsFunc(append(before, after...), func(v byte) bool { return v != 0xff }) {
-			g.Errorf("a kernel wrote before or behind an array of %d bytes", b.Bytes())
+			g.Errorf("a kernel wrote before or after an array of %d bytes", b.Bytes())
 		}
 		g.Must(g.Ctx.Free(b.base))
 	}
@@ -264,9 +264,9 @@ func (g *Rig) Classes(rows, v int) []int {
 	return ids
 }
 
-// FakeAttention returns the kernels on a fake GPU of the given compute capability, which executes
+// FakeGPU returns the kernels on a fake GPU of the given compute capability, which executes
 // nothing, and memory for launches to point to.
-func FakeAttention(t *testing.T, capability, sharedPerBlock int) (*kernel.Set,
+func FakeGPU(t *testing.T, capability, sharedPerBlock int) (*kernel.Set,
 	*fake.Context, gpu.Ptr) {
 	d := gpu.DeviceInfo{Name: "Fake", Major: capability / 10, Minor: capability % 10,
 		Memory: 1 << 30, SMs: 100, L2: 40 << 20,

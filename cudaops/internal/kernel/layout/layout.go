@@ -134,11 +134,11 @@ func transposition(dims []layout, size int) (tiles gpu.Dim, order []layout) {
 		return tiles, nil
 	}
 
-	others := 1
+	outer := 1
 	for i, d := range dims {
 		if i != iy && i != ix {
 			order = append(order, d)
-			others *= d.n
+			outer *= d.n
 		}
 	}
 
@@ -148,7 +148,7 @@ func transposition(dims []layout, size int) (tiles gpu.Dim, order []layout) {
 	}
 
 	tiles = gpu.Dim{X: kernel.CeilDiv(dims[iy].n, tile), Y: kernel.CeilDiv(dims[ix].n, tile),
-		Z: others}
+		Z: outer}
 	if tiles.Y > 65535 || tiles.Z > 65535 {
 		return tiles, nil
 	}

@@ -53,7 +53,7 @@ func (a RMSNorm) Launch(q *kernel.Queue) {
 	if h.Packs == 0 {
 		q.Run("norm", "rmsnorm_any"+suf, kernel.Line(a.Rows, kernel.RowThreads(a.D)),
 			append(args, a.D, a.Eps)...)
-		quantize.Beside(q, a.Y8, a.Scale8, a.Y, a.Rows, a.D, a.Type)
+		quantize.StoreRows(q, a.Y8, a.Scale8, a.Y, a.Rows, a.D, a.Type)
 		return
 	}
 
@@ -110,13 +110,13 @@ func (a RMSNormBackward) own(k *kernel.Set) (name string, c gpu.LaunchConfig) {
 		packs, across, name = kernel.CeilDiv(packs, 2), 2, "_pair"
 	}
 
-	most, ok := ownWarps[packs]
+	maxWarps, ok := ownWarps[packs]
 	if !ok || !a.packed() {
 		return "", c
 	}
 
 	perWarp := ownStages * a.arrays() * packs * 512 // also enough for its part of a row of floats
-	warps := min(most, (k.Info.SharedPerBlock-1024)/perWarp)
+	warps := min(maxWarps, (k.Info.SharedPerBlock-1024)/perWarp)
 	if warps < 4 {
 		return "", c
 	}
@@ -211,7 +211,7 @@ func (a RMSNormBackward) runAny(q *kernel.Queue) (blocks int) {
 		int64(a.Rows), a.D)
 	q.Run("norm", "rmsnorm_backward_any"+kernel.Suffix(a.Type),
 		kernel.Line(a.Rows, kernel.RowThreads(a.D)), a.DX, a.G, a.X, a.W, a.Rstd, a.Add, a.D)
-	quantize.Beside(q, a.DX8, a.Scale8, a.DX, a.Rows, a.D, a.Type)
+	quantize.StoreRows(q, a.DX8, a.Scale8, a.DX, a.Rows, a.D, a.Type)
 	return blocks
 }
 

@@ -112,7 +112,7 @@ func rmsNormBackward(g *kerneltest.Rig, rows, d int, dt gpu.DType, add bool, ske
 	g.Near("dw", dw, wantW, kerneltest.Backward(kerneltest.F32))
 }
 
-func TestFiguresMatchSources(t *testing.T) {
+func TestConstantsMatchSources(t *testing.T) {
 	kerneltest.MatchSource(t, "norm.cu", fmt.Sprintf("kStages = %d;", walkStages),
 		fmt.Sprintf("kOwnStages = %d;", ownStages),
 		fmt.Sprintf("kOwn = P > 3 ? %d : %d;", ownWarps[4], ownWarps[3]))

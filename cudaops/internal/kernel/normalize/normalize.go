@@ -15,11 +15,11 @@ type Forward struct {
 	YType, XType    gpu.DType
 }
 
-// WorkspaceBytes is the size of Workspace for Forward and Backward: two sums for each of mostParts
+// WorkspaceBytes is the size of Workspace for Forward and Backward: two sums for each of maxParts
 // blocks.
 const (
-	WorkspaceBytes = 2 * 4 * mostParts
-	mostParts      = 512
+	WorkspaceBytes = 2 * 4 * maxParts
+	maxParts       = 512
 )
 
 // Launch enqueues two kernels.
@@ -44,7 +44,7 @@ func (a Backward) Launch(q *kernel.Queue) {
 
 func normalize(q *kernel.Queue, name string, parts, x, g gpu.Ptr, n int, xt gpu.DType,
 	args ...any) {
-	blocks := min(mostParts, kernel.CeilDiv(n, 4*256))
+	blocks := min(maxParts, kernel.CeilDiv(n, 4*256))
 	q.Run("normalize", "normalize_sums"+kernel.Suffix(xt), kernel.Line(blocks, 256), parts, x, g,
 		int64(n))
 	q.Run("normalize", name, kernel.Line(min(8*q.Info.SMs, kernel.CeilDiv(n, 4*256)), 256),

@@ -328,9 +328,9 @@ func putHuge(g *kerneltest.Rig, qs []*parameter, a, b float64) {
 }
 
 // clamp limits the elements of a gradient.
-func clamp(x []float64, most float64) {
+func clamp(x []float64, limit float64) {
 	for i, v := range x {
-		x[i] = max(-most, min(v, most))
+		x[i] = max(-limit, min(v, limit))
 	}
 }
 
@@ -493,9 +493,9 @@ func TestMuon(t *testing.T) {
 	}
 }
 
-// TestLossScaleMoves checks that gradients are divided by the loss scale, that a skipped step
+// TestLossScaleUpdate checks that gradients are divided by the loss scale, that a skipped step
 // halves the scale down to 1, and that the 2000th good step in a row doubles it.
-func TestLossScaleMoves(t *testing.T) {
+func TestLossScaleUpdate(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	q := newParameter(g, 7, 13, kerneltest.F32, kerneltest.F16)
 	table, squares := newTable(g, []*parameter{q})
@@ -593,14 +593,14 @@ func TestScattered(t *testing.T) {
 	qs := []*parameter{newParameter(g, 301, 101, kerneltest.F32, kerneltest.Bf16),
 		newParameter(g, 3, 1, kerneltest.Bf16, kerneltest.Bf16)}
 	table, squares := newTable(g, qs)
-	const before, between, behind = 3, 1, 2
+	const before, between, after = 3, 1, 2
 	var tensors []Tensor
 	for _, q := range qs {
 		tensors = append(tensors, q.Tensor)
 	}
 
 	own := (301*101 + Chunk - 1) / Chunk
-	chunks := before + own + between + 1 + behind
+	chunks := before + own + between + 1 + after
 	tensors[0].FirstChunk, tensors[1].FirstChunk = before, int32(before+own+between)
 	scattered, err := NewScattered(g.Ctx, allocOn(g), tensors, chunks)
 	g.Must(err)

@@ -39,8 +39,8 @@ func (a Rows) Launch(q *kernel.Queue) {
 	shape.Run(q, "quantize", a.Rows, a.D, a.Type, []any{a.Y, a.Scale, a.X}, a.XStride)
 }
 
-// Beside enqueues [Rows] for x [rows, d], unless y is null.
-func Beside(q *kernel.Queue, y, scale, x gpu.Ptr, rows, d int, t gpu.DType) {
+// StoreRows enqueues [Rows] for x [rows, d], unless y is null.
+func StoreRows(q *kernel.Queue, y, scale, x gpu.Ptr, rows, d int, t gpu.DType) {
 	if y != 0 {
 		Rows{Y: y, Scale: scale, X: x, Rows: rows, D: d, Type: t}.Launch(q)
 	}
@@ -90,6 +90,7 @@ func (h HeldShape) Run(q *kernel.Queue, name string, rows, d int, t gpu.DType, a
 	q.Run("quantize", name+variant+kernel.Suffix(t), c, args...)
 }
 
+// Over returns the configuration of a launch over the given number of rows.
 func (h HeldShape) Over(rows int) gpu.LaunchConfig {
 	return kernel.Grid(kernel.CeilDiv(rows, h.Rows), 1, h.Across, h.Rows)
 }

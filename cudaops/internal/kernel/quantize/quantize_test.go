@@ -57,7 +57,7 @@ func rows8(g *kerneltest.Rig, what string, y, scale *kerneltest.Buffer, rows [][
 			if exact := row[c] / float64(want); exact-exact == 0 {
 				if near := float64(half.FromE4M3(code & 0x7f)); math.Abs(near-math.Abs(exact)) >
 					halfStep(exact)*(1+1e-5) {
-					g.Fatalf("%s: row %d, column %d: %v is %v, which is no nearest number",
+					g.Fatalf("%s: row %d, column %d: %v is %v, which is not the nearest number",
 						what, r, c, exact, near)
 				}
 			}
@@ -81,15 +81,15 @@ func raw(g *kerneltest.Rig, b *kerneltest.Buffer) []byte {
 // oddRows returns rows of all magnitudes that a type supports, including zeros, outliers,
 // infinities and NaN.
 func oddRows(g *kerneltest.Rig, rows, d int, t gpu.DType) [][]float64 {
-	least, most := -40.0, 30.0 // powers of ten
+	lowest, highest := -40.0, 30.0 // powers of ten
 	if t == kerneltest.F16 {
-		least, most = -8, 4
+		lowest, highest = -8, 4
 	}
 
 	x := make([][]float64, rows)
 	for r := range x {
 		x[r] = make([]float64, d)
-		size := math.Pow(10, least+(most-least)*g.Rand.Float64())
+		size := math.Pow(10, lowest+(highest-lowest)*g.Rand.Float64())
 		if r%3 == 0 {
 			size = 1
 		}

@@ -16,7 +16,7 @@ type Weight struct {
 	X, Y, Scale, Turned, TurnedScale gpu.Ptr
 	// offset in the table of the largest element of each row and column, and of the number of
 	// strips searched
-	most    int64
+	largest int64
 	Rows, D int32
 }
 
@@ -32,9 +32,9 @@ const weightLead = 512
 // Table holds weights laid out on the device, so that one launch rounds them all: the weights,
 // their strips, and their largest elements.
 type Table struct {
-	Weights      []Weight  // as passed to NewTable
-	At           []gpu.Ptr // addresses of the weights, the strips and the largest elements
-	blocks, most int       // numbers of strips and of largest elements
+	Weights         []Weight  // as passed to NewTable
+	At              []gpu.Ptr // addresses of the weights, the strips and the largest elements
+	blocks, largest int       // numbers of strips and of largest elements
 }
 
 // NewTable lays out weights. There must be at least one.
@@ -46,13 +46,13 @@ func NewTable(ctx gpu.Context, alloc kernel.Alloc, weights []Weight) (*Table, er
 			return nil, fmt.Errorf("kernels.NewQuantizeTable: weight %d is %dx%d, want at most "+
 				"%dx%d", i, w.Rows, w.D, WeightRows<<16, WeightColumns<<16)
 		}
-		rows[i].most = int64(t.most)
-		t.most += int(w.Rows + w.D + 16)
+		rows[i].largest = int64(t.largest)
+		t.largest += int(w.Rows + w.D + 16)
 	}
 
 	var err error
 	if t.At, err = kernel.Upload(ctx, alloc, gpu.Bytes(rows), gpu.Bytes(strips),
-		make([]byte, 4*t.most)); err != nil {
+		make([]byte, 4*t.largest)); err != nil {
 		return nil, fmt.Errorf("kernels.NewQuantizeTable: %w", err)
 	}
 
@@ -106,7 +106,7 @@ type Weights struct{ Table *Table }
 
 // Launch clears the table's largest elements and enqueues one kernel.
 func (p Weights) Launch(q *kernel.Queue) {
-	q.Fill(p.Table.At[2], 0, 4*p.Table.most)
+	q.Fill(p.Table.At[2], 0, 4*p.Table.largest)
 	q.Run("quantize_weights", "quantize_weights", kernel.Line(p.Table.blocks, WeightThreads),
 		p.Table.At[0], p.Table.At[1], p.Table.At[2])
 }

@@ -81,7 +81,7 @@ func TestWeightStrips(t *testing.T) {
 		}
 		if w := weights[of.Weight]; seen[of] || int(of.Row)*quantize.WeightRows >= int(w.Rows) ||
 			int(of.Column)*quantize.WeightColumns >= int(w.D) {
-			t.Fatalf("strip %d, %+v, is there twice or outside of %dx%d", at, strip, w.Rows, w.D)
+			t.Fatalf("strip %d, %+v, is listed twice or outside of %dx%d", at, strip, w.Rows, w.D)
 		}
 		seen[of] = true
 	}

@@ -79,7 +79,7 @@ func TestMaxKeepsNaN(t *testing.T) {
 	}
 }
 
-func TestFiguresMatchSources(t *testing.T) {
+func TestConstantsMatchSources(t *testing.T) {
 	kerneltest.MatchSource(t, "reduce.cu", fmt.Sprintf("kRun = %d;", columnRun),
 		fmt.Sprintf("kRowUnroll = %d;", rowUnroll))
 }

@@ -40,9 +40,9 @@ func TestRoPE(t *testing.T) {
 	}
 }
 
-// TestRoPEInPlaceOfPart rotates the middle third of wider rows in place, and checks that the rest
+// TestRoPEPartInPlace rotates the middle third of wider rows in place, and checks that the rest
 // is unchanged.
-func TestRoPEInPlaceOfPart(t *testing.T) {
+func TestRoPEPartInPlace(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	const rows, seq, heads, headDim, d = 12, 6, 4, 32, 4 * 32
 	for _, dt := range kerneltest.StorageTypes {
@@ -66,6 +66,6 @@ func TestRoPEInPlaceOfPart(t *testing.T) {
 	}
 }
 
-func TestFiguresMatchSources(t *testing.T) {
+func TestConstantsMatchSources(t *testing.T) {
 	kerneltest.MatchSource(t, "rope.cu", fmt.Sprintf("kThreads = %d;", ropeThreads))
 }

@@ -33,7 +33,7 @@ func (a Mul) Launch(q *kernel.Queue) {
 	}
 	launch(q, "_mul", a.GELU, a.Rows, a.F, a.Type, kernel.Packed(a.Type, a.F, a.H, a.AB), a.H,
 		a.AB, b, int64(a.Rows), a.F, int64(2*a.F))
-	quantize.Beside(q, a.H8, a.Scale8, a.H, a.Rows, a.F, a.Type)
+	quantize.StoreRows(q, a.H8, a.Scale8, a.H, a.Rows, a.F, a.Type)
 }
 
 // MulBackward computes the gradients DA = DH ⊙ B ⊙ σ(A)(1 + A(1 − σ(A))) and DB = DH ⊙ silu(A), the
@@ -67,7 +67,7 @@ func (a MulBackward) Launch(q *kernel.Queue) {
 	launch(q, "_mul_backward", a.GELU, a.Rows, a.F, a.Type,
 		kernel.Packed(a.Type, a.F, a.H, a.DAB, a.DH, a.AB), a.H, a.DAB, db, a.DH, a.AB, b,
 		int64(a.Rows), a.F, int64(stride), int64(stride))
-	quantize.Beside(q, a.DAB8, a.Scale8, a.DAB, a.Rows, stride, a.Type)
+	quantize.StoreRows(q, a.DAB8, a.Scale8, a.DAB, a.Rows, stride, a.Type)
 }
 
 func launch(q *kernel.Queue, name string, gelu bool, rows, f int, t gpu.DType, packed bool,

@@ -7,7 +7,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 )
 
-func TestFiguresMatchSources(t *testing.T) {
+func TestConstantsMatchSources(t *testing.T) {
 	kerneltest.MatchSource(t, "quantize_weights.cu",
 		fmt.Sprintf("kThreads = %d, kColumns = 8, kGroups = 8, kTiles = %d;",
 			WeightThreads, WeightColumns/(8*8)),
