@@ -22,15 +22,16 @@ type BatcherOptions struct {
 	// Rows is the maximum number of tokens in a pass. Longer prompts take several passes, between which
 	// other texts get tokens. The default is 128.
 	Rows int
-	// Kept is the number of tokens of earlier texts whose keys and values are kept, for texts that start
-	// alike, such as the turns of a conversation. The default is 4096; a negative number keeps none.
+	// Kept is the number of tokens of earlier texts that keep their cached keys and values, for texts
+	// that start alike, such as the turns of a conversation. The default is 4096; a negative number keeps
+	// none.
 	Kept int
 }
 
 // Batcher continues any number of texts at the same time, on the CPU. Each pass over the model computes
-// one token for every text that waits for one, so the weights are read once for all of them. Texts may
-// join and leave between any two passes (Yu et al., "Orca: A Distributed Serving System for
-// Transformer-Based Generative Models", 2022).
+// one token for every waiting text, so that all texts share a single read of the weights. Texts may join
+// and leave between any two passes (Yu et al., "Orca: A Distributed Serving System for Transformer-Based
+// Generative Models", 2022).
 //
 // Any number of goroutines may use a Batcher at the same time. While a trainer runs, each pass waits for the
 // end of the current step.
@@ -55,9 +56,9 @@ type Batcher struct {
 	last     time.Duration // time of the last pass
 }
 
-// batchedRows describes a graph whose rows are tokens of any sequences.
+// batchedRows describes a graph with rows that are tokens of any sequences.
 type batchedRows struct {
-	rows, wanted int // tokens, and how many of them get logits
+	rows, wanted int // number of tokens, and of tokens that get logits
 	spans        *kvcache.Spans
 }
 
@@ -72,7 +73,7 @@ type batchText struct {
 	seen     uint64 // changes of the model when it was computed
 }
 
-// A batchJob asks for the logits that follow a text.
+// A batchJob is a request for the logits that follow a text.
 type batchJob struct {
 	ctx    context.Context
 	tokens []int      // the whole text
@@ -112,8 +113,8 @@ func NewBatcher(m *Model, o BatcherOptions) (*Batcher, error) {
 	return b, nil
 }
 
-// Generator returns a generator whose texts are computed together with those of the batcher's other
-// generators. Several goroutines may use it at the same time.
+// Generator returns a generator. Its texts are computed together with the texts of the batcher's other
+// generators, and several goroutines may use it at the same time.
 func (b *Batcher) Generator() *Generator { return GeneratorOf(b.model.Config, b.Decoder) }
 
 // Decoder returns a function that computes the logits for the token that follows a text. See
@@ -206,8 +207,8 @@ func (b *Batcher) run() {
 	}
 }
 
-// next waits for jobs and returns those that wait. Since the texts of the last pass ask for their next
-// token only after drawing one, it gives them a moment to do so.
+// next waits for jobs and returns all waiting ones. The texts of the last pass request their next token
+// only after drawing one, so next gives them a moment to do so.
 func (b *Batcher) next(expected int) (jobs []*batchJob, ok bool) {
 	patience := min(b.last/10, time.Millisecond)
 	deadline := time.Now().Add(patience)
@@ -319,7 +320,7 @@ func (b *Batcher) choose(jobs []*batchJob) (chosen []batchShare) {
 	return chosen
 }
 
-// locate ensures that a job has a text whose tokens are the job's first tokens, but not all of them.
+// locate ensures that a job has a text that holds a proper prefix of the job's tokens.
 func (b *Batcher) locate(j *batchJob) {
 	if t := j.text; t != nil && t.seen == b.seen && commonPrefix(t.tokens, j.tokens) == len(t.tokens) &&
 		len(t.tokens) < len(j.tokens) {

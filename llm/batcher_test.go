@@ -112,7 +112,7 @@ func TestBatcherPasses(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, all[:1], finished)
 
-	// Its continuation and a text that starts alike need only what is new.
+	// Its continuation and a text that starts alike need only the new tokens.
 	again := jobs(append(long[:50:50], 3), append(long[:48:48], 1, 2, 3), long)
 	again[0].text = all[0].text
 	chosen := b.choose(again)
@@ -124,7 +124,7 @@ func TestBatcherPasses(t *testing.T) {
 	require.Len(t, finished, 3)
 	require.Equal(t, all[0].logits, again[2].logits)
 
-	// A change of the model makes all of it worthless.
+	// A change of the model invalidates all cached tokens.
 	m.changes.Add(1)
 	require.NoError(t, b.prepare())
 	again[0].text.tokens = long
@@ -134,8 +134,8 @@ func TestBatcherPasses(t *testing.T) {
 		roundRows(4), roundRows(5), roundRows(6), roundRows(7), roundRows(12), roundRows(50), roundRows(65)})
 }
 
-// TestBatcherLeaves checks that a text may be given up at any moment without harm to others, that wrong
-// tokens are refused, and that texts get an error when the batcher is closed.
+// TestBatcherLeaves checks that a text may be given up at any moment without affecting the rest, that
+// wrong tokens are refused, and that texts get an error when the batcher is closed.
 func TestBatcherLeaves(t *testing.T) {
 	m, err := NewModel(tiny(), tensor.Float32, 1)
 	require.NoError(t, err)

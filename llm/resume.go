@@ -270,8 +270,8 @@ func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []opt
 	return all, nil
 }
 
-// setStates sets the loss scale, the loader and the optimizer to the state that has been read. If one of
-// them refuses it, all are restored.
+// setStates sets the loss scale, the loader and the optimizer to the state that has been read. If any
+// refuses it, all are restored.
 //
 // The optimizer is also tried with the state that a rollback or the end of a trial would need, so that a
 // file that cannot be continued is refused now.
