@@ -89,7 +89,7 @@ func TestSlurmScript(t *testing.T) {
 		return string(said)
 	}
 	require.Contains(t, submit(append(small, "--steps", "4")...), "ranks     "+string(tasks[1])+
-		" processes, by the variables of Slurm")
+		" processes, according to the variables of Slurm")
 	b, err := os.ReadFile(filepath.Join(out, "model.safetensors"))
 	require.NoError(t, err)
 	require.Equal(t, onePlain(t, program, data, append(small, "--steps", "4")...), b)

@@ -35,7 +35,7 @@ const wider = 4
 func (a *adapters) flags(c *cobra.Command) {
 	f := c.Flags()
 	f.StringVar(&a.where, "adapters", "", "freeze the weights, train LoRA adapters, and merge them at the "+
-		"end; `where` is grow (on the layers whose gradients ask for them), all (on every layer) or "+
+		"end; `where` is grow (on the layers with the largest gradients), all (on every layer) or "+
 		"random (for comparison)")
 	f.BoolVar(&a.directed, "directed", false,
 		"initialize adapters along the gradients of their weights instead of at random; always so with "+

@@ -61,13 +61,13 @@ func withLogs(w io.Writer, runs []string) (found []string, err error) {
 			missing = append(missing, run)
 			continue
 		case size == 0:
-			fmt.Fprintf(w, "board     %s is empty, and shows up on the page once the run has begun\n", log)
+			fmt.Fprintf(w, "board     %s is empty, and appears on the page once the run has started\n", log)
 		}
 		found = append(found, run)
 	}
 
 	if len(found) == 0 {
-		return nil, fmt.Errorf("no log.jsonl in %s: want folders that \"kasmina train --out\" has written, or "+
+		return nil, fmt.Errorf("no log.jsonl in %s: want folders written by \"kasmina train --out\", or "+
 			"logs", strings.Join(missing, ", "))
 	}
 

@@ -64,7 +64,7 @@ problems and warnings. The exit code is 1 if there are problems.`,
 	o.modelFlag(c)
 	f := c.Flags()
 	f.SortFlags = false
-	f.IntVar(&o.seq, "seq", 0, "most tokens of a sequence (default: the model's longest context)")
+	f.IntVar(&o.seq, "seq", 0, "maximum number of tokens in a sequence (default: the model's longest context)")
 	f.IntVar(&o.show, "show", 2, "number of examples to show")
 	f.IntVar(&o.listing, "list", 20, "number of problems and of warnings to list; 0 lists all")
 	markRequired(c, "model")
@@ -154,7 +154,7 @@ func (o *dataCheck) encoder() (*chatdata.Encoder, error) {
 	}
 
 	if len(end) == 0 {
-		return nil, fmt.Errorf("%s names no token that ends a text: set eos_token in %s", o.model,
+		return nil, fmt.Errorf("%s names no end-of-text token: set eos_token in %s", o.model,
 			filepath.Join(o.model, "tokenizer_config.json"))
 	}
 

@@ -27,8 +27,8 @@ func newEval() *cobra.Command {
 		Long: `Measure the loss of a model on a text, a file or all text files of a folder.
 
 The tokens of the text are cut into windows of --seq tokens that do not overlap, and all but the first
-token of each window are scored. If the tokenizer adds a token that begins a text, the first window
-begins with it.
+token of each window are scored. If the tokenizer adds a start-of-text token, the first window
+starts with it.
 
 The last line of output is a JSON object with loss (nats per token), tokens (the number of scored
 tokens) and bpb (bits per byte of the text that the scored tokens stand for).`,
@@ -147,7 +147,7 @@ func (o *common) window(stderr io.Writer, c llm.Config) error {
 		return fmt.Errorf("--seq is %d, want at least 2: the first token of a window is not scored",
 			o.seq)
 	case o.seq > c.Seq:
-		fmt.Fprintf(stderr, "--seq is %d, and the model was made for %d positions at most\n", o.seq,
+		fmt.Fprintf(stderr, "--seq is %d, but the model is meant for at most %d positions\n", o.seq,
 			c.Seq)
 	}
 
@@ -179,7 +179,7 @@ func cut(tok vocabulary, text []byte, seq int) (windows [][]int, bytes int, err 
 	}
 
 	if bytes < 1 {
-		return nil, 0, fmt.Errorf("its %d bytes make %d tokens, and none of them can be scored",
+		return nil, 0, fmt.Errorf("its %d bytes have %d tokens, and no token can be scored",
 			len(text), len(ids))
 	}
 

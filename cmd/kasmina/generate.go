@@ -37,7 +37,7 @@ func (o *generateOptions) command() *cobra.Command {
 		Long: `Continue a text. Sampling follows generation_config.json unless options say otherwise.
 
 Standard output receives the prompt and the text that the model adds, as it is drawn, and nothing else.
-With --chat it receives only the answer. The text ends after --n tokens, or at a token that ends a text.`,
+With --chat it receives only the answer. The text ends after --n tokens, or at an end-of-text token.`,
 		Args:              cobra.NoArgs,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
@@ -48,12 +48,12 @@ With --chat it receives only the answer. The text ends after --n tokens, or at a
 	f.StringVarP(&o.prompt, "prompt", "p", "", "`text` to continue; - reads it from standard input")
 	f.IntVarP(&o.n, "n", "n", 128, "largest number of tokens to generate")
 	f.Float64VarP(&o.temperature, "temperature", "t", -1,
-		"divides the logits; 0 takes the likeliest token; -1 leaves it to generation_config.json")
+		"divides the logits; 0 selects the most likely token; -1 uses generation_config.json")
 	f.IntVar(&o.topK, "top-k", -1,
-		"draw from this many of the likeliest tokens; 0 means all; -1 leaves it to generation_config.json")
+		"draw from this many of the most likely tokens; 0 means all; -1 uses generation_config.json")
 	f.Float64Var(&o.topP, "top-p", -1,
-		"draw from the likeliest tokens that together reach this probability; 0 takes the likeliest token; "+
-			"-1 leaves it to generation_config.json")
+		"draw from the most likely tokens that together reach this probability; 0 selects the most likely token; "+
+			"-1 uses generation_config.json")
 	f.Uint64VarP(&o.seed, "seed", "s", 1, "random seed")
 	f.BoolVar(&o.chat, "chat", false,
 		"take the prompt as a user's message, and apply the model's chat template")
@@ -103,7 +103,7 @@ func (o *generateOptions) run(c *cobra.Command) error {
 	}
 
 	if len(prompt) == 0 {
-		return errors.New("--prompt is empty, and the tokenizer has no token that begins a text: " +
+		return errors.New("--prompt is empty, and the tokenizer has no start-of-text token: " +
 			"give some text")
 	}
 
@@ -239,7 +239,7 @@ func (o *generateOptions) checkSampling(c *cobra.Command, s sampler.Config) erro
 		fmt.Fprintf(c.ErrOrStderr(), "%s no effect at --temperature 0\n", have(unused))
 		return nil
 	}
-	return fmt.Errorf("%s no effect, because the model's generation_config.json does not ask for "+
+	return fmt.Errorf("%s no effect, because the model's generation_config.json does not enable "+
 		"sampling: give a --temperature above 0 too", have(unused))
 }
 

@@ -134,8 +134,8 @@ func inspectFile(w io.Writer, path string) error {
 
 	f, err := safetensors.Open(path)
 	if err != nil {
-		return fmt.Errorf("%w; inspect takes a model's folder, safetensors, or a file whose name "+
-			"ends with .gguf", err)
+		return fmt.Errorf("%w; inspect takes a model's folder, a safetensors file, or a file with the "+
+			"extension .gguf", err)
 	}
 	defer f.Close()
 

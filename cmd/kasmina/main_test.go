@@ -274,7 +274,7 @@ func TestTrainAdapters(t *testing.T) {
 		"--directed":               "want --adapters too",
 		"--time -1s":               "--time is -1s",
 		"--save-every -1":          "--save-every is -1",
-		"--eval-every -1":          "--eval-every -1, want at least 0",
+		"--eval-every -1":          "--eval-every is -1, want at least 0",
 	} {
 		_, err := kasmina(t, append(strings.Fields("train --model "+tiny+" --data "+text+" --seq 32 --out "+
 			filepath.Join(t.TempDir(), "out")), strings.Fields(line)...)...)
@@ -350,7 +350,7 @@ func TestErrors(t *testing.T) {
 		"train --data x --out y":                     "at least one of the flags in the group [model preset layers] is required",
 		"train -m x --preset small --data x --out y": "--preset has no effect with --model",
 		"eval --model " + tiny + " --data " +
-			empty: "none of them can be scored",
+			empty: "no token can be scored",
 		"eval --model " + tiny + " --data none": "no such file",
 		"eval --model none --data " + license:   "no such file",
 		"eval --model " + tiny +

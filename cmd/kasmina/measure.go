@@ -27,9 +27,9 @@ type engineOptions struct {
 func (e *engineOptions) flags(c *cobra.Command) {
 	f := c.Flags()
 	f.TextVar(&e.gradients, "grad-precision", cudaops.Float32,
-		"type in which a GPU keeps the gradients of weights: f32, or bf16 to save memory with --precision bf16 or f8")
+		"type of the gradients of weights on a GPU: f32, or bf16 to save memory with --precision bf16 or f8")
 	f.TextVar(&e.tune, "tune", cudaops.TuneDefault,
-		"how a GPU's fastest kernels are found: off, cached, full, or default (off for f32, else cached)")
+		"how to find the fastest kernels on a GPU: off, cached, full, or default (off for f32, else cached)")
 	f.IntVar(&e.monitor, "monitor", 0,
 		"measure the time of each op in one of this many steps, and print a table at the end; 0 measures nothing")
 	f.StringVar(&e.profile, "profile", "",

@@ -66,7 +66,7 @@ func (o *common) openFor(w *comm.World, stderr io.Writer) (*cudaops.Device, cuda
 			return device, precision, nil
 		}
 		if o.device == "cuda" {
-			return nil, 0, fmt.Errorf("--device cuda: %w; --device cpu computes without one", err)
+			return nil, 0, fmt.Errorf("--device cuda: %w; use --device cpu to compute without a GPU", err)
 		}
 		if !errors.Is(err, cudaops.ErrNoDevice) {
 			fmt.Fprintf(stderr, "note      using the CPU, because the GPU cannot be used: %v\n", err)
@@ -84,7 +84,7 @@ func (o *common) openFor(w *comm.World, stderr io.Writer) (*cudaops.Device, cuda
 		return nil, precision, nil
 	}
 
-	return nil, 0, fmt.Errorf("--precision %s is for a GPU; a CPU takes f32 or bf16", o.precision)
+	return nil, 0, fmt.Errorf("--precision %s needs a GPU; on a CPU, use f32 or bf16", o.precision)
 }
 
 // openGPU opens the GPU that belongs to a process.
@@ -115,7 +115,7 @@ type vocabulary struct {
 func tokenizerOf(dir string, size int) (vocabulary, error) {
 	tok, err := tokenizers.Load(dir)
 	if errors.Is(err, fs.ErrNotExist) {
-		return vocabulary{}, fmt.Errorf("%s has no tokenizer.json: copy the one of the model into it",
+		return vocabulary{}, fmt.Errorf("%s has no tokenizer.json: copy the tokenizer.json of the model there",
 			dir)
 	}
 	return vocabulary{tok, size}, err
@@ -130,7 +130,7 @@ func (v vocabulary) check(ids []int) error {
 		if id >= v.size {
 			token, _ := v.Token(id)
 			return fmt.Errorf("the text has the token %.60q with the id %d, and the model has %d "+
-				"tokens: leave it out, or take the tokenizer that belongs to the model", token, id,
+				"tokens: remove it, or use the tokenizer that belongs to the model", token, id,
 				v.size)
 		}
 	}

@@ -49,13 +49,13 @@ const (
 
 func (l *learning) flags(c *cobra.Command) {
 	f := c.Flags()
-	f.StringVar(&l.optimizer, "optimizer", "adamw", "optimizer: "+strings.Join(optim.ChoiceNames(), " or "))
+	f.StringVar(&l.optimizer, "optimizer", "adamw", "optimizer: "+strings.Join(optim.ChoiceNames(), ", "))
 	f.Float64Var(&l.decay, "weight-decay", automatic,
-		"weight decay of matrices; 0 means none; -1 leaves it to the optimizer, which is 0.1 for adamw")
+		"weight decay of matrices; 0 means none; -1 means the optimizer's default, 0.1 for adamw")
 	f.StringVar(&l.schedule, "schedule", cosine,
-		"course of the learning rate after the warmup: cosine or linear (to a tenth) or constant")
+		"learning rate after the warmup: cosine or linear (both to a tenth of the peak), or constant")
 	f.IntVar(&l.warmup, "warmup", automatic,
-		"steps in which the learning rate rises; 0 means none; -1 means a tenth of the steps, at most 100")
+		"number of warmup steps; 0 means none; -1 means a tenth of the steps, at most 100")
 
 	completeFlag(c, "optimizer", optim.ChoiceNames()...)
 	completeFlag(c, "schedule", scheduleNames...)
@@ -193,7 +193,7 @@ func (o *trainOptions) describe(w io.Writer, config llm.Config) error {
 	}, 4)
 
 	_, err = fmt.Fprintf(w, "settings  %s, learning rate %.3g (%s of warmup, then %s), weight decay %v, "+
-		"%s, %s of %d tokens a step\nmemory    %s for the optimizer's moments\n", o.learning.optimizer, o.lr, plural(o.warmup, "step"), course, decay, clip,
+		"%s, %s of %d tokens per step\nmemory    %s for the optimizer's moments\n", o.learning.optimizer, o.lr, plural(o.warmup, "step"), course, decay, clip,
 		plural(o.train.Batch*o.train.Accumulate, "sequence"), o.seq, sizeText(int64(moments)))
 	return err
 }

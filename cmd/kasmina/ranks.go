@@ -75,7 +75,7 @@ func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
 	}
 
 	if m.world != nil && m.world.Rank() == 0 {
-		fmt.Fprintf(c.ErrOrStderr(), "ranks     %d processes, by the variables of %s\n", m.world.Size(),
+		fmt.Fprintf(c.ErrOrStderr(), "ranks     %d processes, according to the variables of %s\n", m.world.Size(),
 			m.world.Place().Source)
 	}
 

@@ -151,7 +151,7 @@ func TestTrainGPUs(t *testing.T) {
 	c.Stdout, c.Stderr = w, w
 	w.at = func() { _ = c.Process.Signal(os.Interrupt) }
 	err = c.Run()
-	require.Contains(t, w.String(), "[0] ranks     2 processes, by the variables of torchrun")
+	require.Contains(t, w.String(), "[0] ranks     2 processes, according to the variables of torchrun")
 	if err == nil {
 		t.Skip("all steps were done before the interrupt came")
 	}

@@ -181,7 +181,7 @@ func (d runDir) readManifest() (*manifest, error) {
 
 	var m manifest
 	if err := json.Unmarshal(text, &m); err != nil || m.Options == nil {
-		return nil, fmt.Errorf("--out: %s is damaged, and without it nobody can tell what the run was: "+
+		return nil, fmt.Errorf("--out: %s is damaged, and without it the run cannot be identified: "+
 			"name another folder", path)
 	}
 
@@ -315,9 +315,9 @@ func differences(options map[string]string, m *manifest) (all []string) {
 		case given && !known && isDefault(name, is):
 		case given && known && openSettings[name] == was && isDefault(name, was):
 		case !known:
-			all = append(all, fmt.Sprintf("--%s is %q now and was not known then", name, is))
+			all = append(all, fmt.Sprintf("--%s is %q now and did not exist before", name, is))
 		case !given:
-			all = append(all, fmt.Sprintf("--%s was %q and is not known now", name, was))
+			all = append(all, fmt.Sprintf("--%s was %q and no longer exists", name, was))
 		default:
 			all = append(all, fmt.Sprintf("--%s was %q and is %q now", name, was, is))
 		}
@@ -356,7 +356,7 @@ func (d runDir) claim(stderr io.Writer) (release func() error, err error) {
 	}
 
 	if errors.Is(err, errors.ErrUnsupported) {
-		fmt.Fprintf(stderr, "folder    another program could write to %s meanwhile: %v\n", run, err)
+		fmt.Fprintf(stderr, "folder    %s cannot be locked, so another program could write to it at the same time: %v\n", run, err)
 		unlock, err = func() error { return nil }, nil
 	}
 	if err != nil {
@@ -473,8 +473,8 @@ func (d runDir) publishFile(from, to string, replace bool) error {
 		return os.Remove(from)
 	}
 
-	return fmt.Errorf("somebody else has written %s meanwhile: move it away, and the same command "+
-		"finishes the run", to)
+	return fmt.Errorf("another program has written %s in the meantime: move the file away, and give the same "+
+		"command again to finish the run", to)
 }
 
 // replaceFile moves a file, or all files of a folder, to its place.

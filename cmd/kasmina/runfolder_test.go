@@ -176,7 +176,7 @@ func TestForeignFolders(t *testing.T) {
 	require.NoError(t, os.WriteFile(config, []byte("theirs"), 0o666))
 	for range 2 {
 		_, err = kasmina(t, short(out)...)
-		require.ErrorContains(t, err, "somebody else has written "+config)
+		require.ErrorContains(t, err, "another program has written "+config)
 		text, err := os.ReadFile(config)
 		require.NoError(t, err)
 		require.Equal(t, "theirs", string(text))

@@ -75,7 +75,7 @@ func (s *scratch) flags(c *cobra.Command) {
 	f.IntVar(&s.sizes.Heads, "heads", 0, "attention heads in each block of a new model")
 	f.IntVar(&s.sizes.KVHeads, "kv-heads", 0, "key-value heads in each block (default: as many as --heads)")
 	f.IntVar(&s.sizes.FF, "ff", 0, "hidden features of each feed-forward layer (default: 8/3 of --dim)")
-	f.BoolVar(&s.sizes.Untied, "untied", false, "give a new model's output layer a weight of its own")
+	f.BoolVar(&s.sizes.Untied, "untied", false, "use separate weights for the embedding and the output layer of a new model")
 	f.IntVar(&s.vocab, "vocab", 0, "train a tokenizer with this many tokens on the text, 257 or more")
 	f.StringVar(&s.tokenizer, "tokenizer", "", "use the tokenizer in this `path`, a tokenizer.json or a "+
 		"model directory, instead of training one")
@@ -142,8 +142,8 @@ func (s *scratch) check(grow int) error {
 	case z.KVHeads > 0 && z.Heads%z.KVHeads != 0:
 		return fmt.Errorf("--kv-heads is %d, want a divisor of --heads, %d", z.KVHeads, z.Heads)
 	case grow > 1 && z.Layers%grow != 0:
-		return fmt.Errorf("--grow is %d, want a divisor of --layers, %d: a new model starts with one in "+
-			"so many of its blocks", grow, z.Layers)
+		return fmt.Errorf("--grow is %d, want a divisor of --layers, %d: a new model starts with "+
+			"--layers divided by --grow blocks", grow, z.Layers)
 	case s.tokenizer == "" && (s.vocab < 257 || s.vocab > 1<<20):
 		return fmt.Errorf("--vocab is %d, want 257 to %d", s.vocab, 1<<20)
 	}
@@ -185,7 +185,7 @@ func (o *trainOptions) fromScratch(c *cobra.Command, m machines, s stage, text *
 	}
 
 	if o.text.documents && n.tok.EndOfDocument() < 0 {
-		return nil, fmt.Errorf("--documents needs a tokenizer with a token that ends a text, and the "+
+		return nil, fmt.Errorf("--documents needs a tokenizer with an end-of-text token, and the "+
 			"tokenizer_config.json next to %s names none", n.folder)
 	}
 

@@ -24,10 +24,10 @@ func (o *textOptions) flags(c *cobra.Command, path *string) {
 	f.StringVarP(path, "data", "d", "", "text `file`, or a folder of them")
 	f.Int64Var(&o.maxBytes, "max-bytes", 0, "use about this many bytes of the text; 0 uses all")
 	f.Int64Var(&o.heldOut, "held-out", 256<<10, "bytes of held-out text to evaluate on")
-	f.StringVar(&o.cache, "cache", "", "`directory` where the encoded text of a new model is kept for later "+
-		"runs (default: a directory of the user's cache)")
-	f.BoolVar(&o.documents, "documents", false, "do not let a new model's attention look from one file of "+
-		"the text into another")
+	f.StringVar(&o.cache, "cache", "", "`directory` for the encoded text of a new model, for later "+
+		"runs (default: in the user's cache directory)")
+	f.BoolVar(&o.documents, "documents", false, "keep the attention of a new model within each file of "+
+		"the text")
 }
 
 // cacheFolder returns the default of --cache.

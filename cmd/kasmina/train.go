@@ -57,11 +57,11 @@ func newTrain() *cobra.Command { return newTrainOf(&trainOptions{}) }
 func newTrainOf(o *trainOptions) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "train {--model DIR | --preset NAME | --layers N ...} --data FILE --out NEW",
-		Short: "Train a model on a text, from scratch or further",
-		Long: `Train all weights of a model on a text, a file or a folder. Part of the text is held out for
-evaluation. With --model, a model that has been trained before learns more. Without it, a new model is
-trained from scratch: --preset chooses its size, or --layers, --dim and --heads do. Its tokenizer is
-trained on the same text, unless --tokenizer names one.
+		Short: "Train a new or an existing model on a text",
+		Long: `Train all weights of a model on a file or a folder of text. Part of the text is held out for
+evaluation. With --model, the training continues from an existing model. Without it, a new model is
+trained from scratch, with the size given by --preset, or by --layers, --dim and --heads. Its tokenizer
+is trained on the same text, unless --tokenizer names one.
 
   preset   blocks  features  tokens per sequence  tokens per step
   small         4       192                  256            2,048   for a CPU, and the default for --layers
@@ -75,15 +75,15 @@ last checkpoint, with the optimizer's state, and the log.
 If a run was interrupted or killed, the same command continues it with the same bits as without the
 interruption. Once the run has finished, the command says so and does nothing.
 
-With --resume, only --out is required: all other options are those with which the run started, unless
-they are given. So the run continues with another learning rate, number of steps or text. More --steps
-also extend a run that has finished.
+With --resume, only --out is required, and all other options keep their values unless they are given.
+So the run can continue with another learning rate, number of steps or text. More --steps also extend a
+finished run.
 
-With --gpus, one process for each GPU takes part in the run, with the same bits as one. Processes that
-torchrun, srun or a Kubernetes operator has started find each other.
+With --gpus, one process per GPU takes part in the run, and the result has the same bits as with one
+process. Processes started by torchrun, srun or a Kubernetes operator find each other.
 
-With --grow, the model receives more blocks while it trains. With --adapters, the weights stay as they
-are, and LoRA adapters learn and are merged into the weights at the end.`,
+With --grow, the model receives more blocks during training. With --adapters, the weights are frozen,
+and LoRA adapters are trained and merged into the weights at the end.`,
 		Example: `  kasmina train -m models/tiny -d text.txt -o tuned -n 200 -b 2
   kasmina train -o tuned --resume -n 400
   kasmina train -m models/tiny -d text.txt -o adapted --adapters grow --rank 4
@@ -103,21 +103,21 @@ are, and LoRA adapters learn and are merged into the weights at the end.`,
 	f.IntVarP(&o.train.Steps, "steps", "n", 100, "number of optimizer steps")
 	f.IntVarP(&o.train.Batch, "batch", "b", 4, "sequences per batch")
 	f.IntVar(&o.train.Accumulate, "accumulate", 1, "batches per step")
-	f.IntVar(&o.seq, "seq", 0, "tokens per sequence (default: that of the preset, or the longest "+
+	f.IntVar(&o.seq, "seq", 0, "tokens per sequence (default: the preset's, or the longest "+
 		"context of --model, at most 1024)")
-	f.Float64Var(&o.lr, "lr", 0, "peak learning rate (default: that of the preset, or 0.0001, with "+
-		"adamw; as much more or less as another --optimizer needs)")
+	f.Float64Var(&o.lr, "lr", 0, "peak learning rate (default: the preset's, or 0.0001, for "+
+		"adamw, and a corresponding value for other optimizers)")
 	f.Float64Var(&o.train.Clip, "clip", 1, "limit of the global gradient norm; 0 means no limit")
 	o.learning.flags(c)
-	f.IntVar(&o.grow, "grow", 0, "multiply the number of blocks by this while training, to --layers in a new "+
-		"model; 0 means no growth")
+	f.IntVar(&o.grow, "grow", 0, "multiply the number of blocks by this during training; a new model ends "+
+		"with --layers blocks; 0 means no growth")
 	o.adapters.flags(c)
 	f.DurationVar(&o.train.Budget.Time, "time", 0, "train for this long instead of --steps, such as 90s or 2h")
 	f.BoolVar(&o.train.Recompute, "recompute", false,
 		"save memory by computing the blocks again in the backward pass")
 	f.IntVar(&o.saveEvery, "save-every", 100, "steps between checkpoints; 0 saves only after the last step")
 	f.IntVar(&o.evalEvery, "eval-every", 50, "steps between evaluations; 0 evaluates only after the last step")
-	f.BoolVar(&o.keepBest, "keep-best", false, "save the model of the evaluation with the lowest held-out loss "+
+	f.BoolVar(&o.keepBest, "keep-best", false, "save the model with the lowest held-out loss "+
 		"instead of the last one")
 	f.StringVar(&o.gguf, "gguf", "", "also write model.gguf for llama.cpp, with weights of this `type`: f32, f16, "+
 		"bf16 or q8_0")
@@ -196,7 +196,7 @@ func (o *trainOptions) check() error {
 	}
 
 	if o.grow > 0 && o.train.Steps < 100 {
-		return fmt.Errorf("--steps is %d, and --grow takes at least 100", o.train.Steps)
+		return fmt.Errorf("--steps is %d, but --grow needs at least 100", o.train.Steps)
 	}
 
 	if err := o.checkLearning(); err != nil {
@@ -214,7 +214,7 @@ func (o *trainOptions) check() error {
 	}
 
 	if o.saveEvery < 0 || o.evalEvery < 0 {
-		return fmt.Errorf("--save-every is %d and --eval-every %d, want at least 0", o.saveEvery,
+		return fmt.Errorf("--save-every is %d and --eval-every is %d, want at least 0", o.saveEvery,
 			o.evalEvery)
 	}
 

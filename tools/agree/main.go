@@ -82,7 +82,7 @@ func main() {
 }
 
 func run(args []string, out, stderr io.Writer) error {
-	const usage = "want write, train, compare or noise, options, and the run's folder"
+	const usage = "want write, train, compare or noise, then options, then the folder of the run"
 	if len(args) == 0 {
 		return errors.New(usage)
 	}
@@ -99,40 +99,40 @@ func run(args []string, out, stderr io.Writer) error {
 			"usage: agree write | train | compare [options] FOLDER\n       agree noise [options] FOLDER FOLDER ...")
 		f.PrintDefaults()
 	}
-	model := f.String("model", "small", "write: small or 124M")
+	model := f.String("model", "small", "write: the model, small or 124M")
 	batch := f.Int("batch", 0, "write: sequences in a batch (default: the model's)")
 	steps := f.Int("steps", 0, "write: steps (default: the model's)")
-	seed := f.Uint64("seed", 1, "write: of the weights, and of the order of a text's windows")
+	seed := f.Uint64("seed", 1, "write: random seed for the weights and for the order of a text's windows")
 	text := f.String("text", "",
-		"write: a folder of text to learn from; go for the source of the Go installation (default: a synthetic language)")
+		"write: folder of text to learn from, or go for the sources of the Go installation (default: a synthetic language)")
 	bpe := f.String("bpe", "",
-		"write: the file of the byte-pair encoding that a text of the 124M model is read with; made from the text if it\n"+
-			"does not exist (default: tokenizer.bpe in the run's folder)")
-	rate := f.Float64("rate", 0, "write: the peak learning rate (default: the model's)")
+		"write: file of the byte-pair encoding for a text with the 124M model; trained on the text if it does\n"+
+			"not exist (default: tokenizer.bpe in the folder of the run)")
+	rate := f.Float64("rate", 0, "write: peak learning rate (default: the model's)")
 	rising := f.Float64("rising", 0,
-		"write: the share of the steps over which the learning rate rises (default: the model's)")
-	span := f.Int("span", 50, "noise: steps that are averaged")
+		"write: share of the steps during which the learning rate rises (default: the model's)")
+	span := f.Int("span", 50, "noise: number of steps to average")
 	var how training
-	f.StringVar(&how.device, "device", "cpu", "train: cpu or cuda")
+	f.StringVar(&how.device, "device", "cpu", "train: where to train, cpu or cuda")
 	f.TextVar(&how.precision, "precision", cudaops.Float32,
-		"train: f32, and on cuda bf16, f16 or f8")
+		"train: precision, f32 or, on cuda, bf16, f16 or f8")
 	f.TextVar(&how.gradients, "grad-precision", cudaops.Float32,
-		"train: how weights' gradients are kept: f32, or with bf16 and f8 bf16")
+		"train: type of the gradients of weights, f32 or, with bf16 and f8, bf16")
 	tolerance := f.Float64("tolerance", math.Inf(1),
-		"compare: the largest relative difference that is no error")
+		"compare: largest relative difference that is accepted")
 	if err := f.Parse(args); err != nil {
 		return err
 	}
 
 	switch {
 	case command == "":
-		return fmt.Errorf("the first argument names no command: %s, in this order", usage)
+		return fmt.Errorf("the first argument is an option: %s", usage)
 	case !slices.Contains([]string{"write", "train", "compare", "noise"}, command):
-		return fmt.Errorf("there is no %q: %s", command, usage)
+		return fmt.Errorf("unknown command %q: %s", command, usage)
 	case command == "noise":
 		return noise(f.Args(), *span, out)
 	case f.NArg() != 1:
-		return fmt.Errorf("%s: got %d arguments after the options, want one, the run's folder",
+		return fmt.Errorf("%s: got %d arguments after the options, want one, the folder of the run",
 			command, f.NArg())
 	}
 

@@ -196,10 +196,10 @@ func TestRefusals(t *testing.T) {
 	}
 
 	for want, args := range map[string][]string{
-		`there is no "walk"`:             {"walk", dir},
-		"names no command":               {"-steps", "3", dir},
-		"got 2 arguments":                {"train", dir, dir},
-		"agree write " + dir + "x makes": {"train", dir + "x"},
+		`unknown command "walk"`:           {"walk", dir},
+		"is an option":                     {"-steps", "3", dir},
+		"got 2 arguments":                  {"train", dir, dir},
+		"agree write " + dir + "x creates": {"train", dir + "x"},
 	} {
 		if err := run(args, io.Discard, io.Discard); err == nil ||
 			!strings.Contains(err.Error(), want) {
@@ -222,11 +222,11 @@ func TestRefusals(t *testing.T) {
 
 	if err := run([]string{"write", "-text", filepath.Join(dir, "none"), dir}, io.Discard,
 		io.Discard); err == nil {
-		t.Error("a text that is not there is accepted")
+		t.Error("a missing text is accepted")
 	}
 
 	if _, err := os.Stat(stale); err != nil {
-		t.Errorf("a run that could not be made has cost the losses of the one before: %v", err)
+		t.Errorf("a failed write has removed the losses of the previous run: %v", err)
 	}
 
 	if err := run([]string{"write", dir}, io.Discard, io.Discard); err != nil {
@@ -234,7 +234,7 @@ func TestRefusals(t *testing.T) {
 	}
 
 	if _, err := os.Stat(stale); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("the losses of the run before are left: %v", err)
+		t.Errorf("the losses of the previous run still exist: %v", err)
 	}
 
 	if err := os.Truncate(filepath.Join(dir, tokenFile), 100); err != nil {

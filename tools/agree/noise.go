@@ -15,7 +15,7 @@ import (
 func noise(dirs []string, span int, out io.Writer) error {
 	switch {
 	case len(dirs) < 2:
-		return fmt.Errorf("noise: the folders are %q, want those of at least 2 runs", dirs)
+		return fmt.Errorf("noise: the folders are %q, want at least 2 runs", dirs)
 	case span < 1:
 		return fmt.Errorf("noise: -span is %d, want at least 1", span)
 	}
@@ -36,8 +36,8 @@ func noise(dirs []string, span int, out io.Writer) error {
 			l = averages(l, span)
 			losses[i] = append(losses[i], l)
 			if want := len(losses[0][0]); len(l) != want || want == 0 {
-				return fmt.Errorf("%s has %d spans of %d steps, and the run before it %d; want "+
-					"as many, and at least 1", path, len(l), span, want)
+				return fmt.Errorf("%s has %d spans of %d steps, but the previous run has %d; want "+
+					"the same number, and at least 1", path, len(l), span, want)
 			}
 		}
 	}
@@ -101,7 +101,7 @@ func spread(names []string, losses [][][]float64, span int, out io.Writer) error
 		fmt.Fprintf(out, " %24s", n)
 	}
 
-	fmt.Fprintf(out, " %10s\n", "apart")
+	fmt.Fprintf(out, " %10s\n", "differ by")
 	worst, where := 0.0, 0
 	for t := range losses[0][0] {
 		fmt.Fprintf(out, "%5d", (t+1)*span)
@@ -122,11 +122,11 @@ func spread(names []string, losses [][][]float64, span int, out io.Writer) error
 	}
 
 	fmt.Fprintf(out,
-		"the means are at most %.2f deviations apart, in the span that ends at step %d\n", worst,
+		"the means differ by at most %.2f deviations, in the span up to step %d\n", worst,
 		where)
 	if worst > 1 {
-		return fmt.Errorf("noise: up to step %d the programs' means are %.2f standard deviations "+
-			"of the runs apart, more than 1", where, worst)
+		return fmt.Errorf("noise: in the span up to step %d, the means of the programs differ by %.2f standard "+
+			"deviations of the runs, more than 1", where, worst)
 	}
 
 	return nil

@@ -42,7 +42,7 @@ func (h training) String() string {
 func (h training) train(dir string, out io.Writer) (err error) {
 	var s settings
 	if err := readJSON(filepath.Join(dir, settingsFile), &s); errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("%w; agree write %s makes a run", err, dir)
+		return fmt.Errorf("%w; agree write %s creates a run", err, dir)
 	} else if err != nil {
 		return err
 	}

@@ -40,8 +40,8 @@ func readEarlier(path string) (*earlier, error) {
 	}
 
 	if e.card == "" {
-		return nil, fmt.Errorf("-against %s: no line says which machine it is of: want what this "+
-			"program prints, with its first line (%q: %q)", path, "bench",
+		return nil, fmt.Errorf("-against %s: no line names the machine: want the complete output of this "+
+			"program, including its first line (%q: %q)", path, "bench",
 			whereabouts)
 	}
 
@@ -53,8 +53,8 @@ func (e *earlier) fits(run result) error {
 	if e == nil || e.card == run.Card {
 		return nil
 	}
-	return fmt.Errorf("-against %s: it is of %s, and this is %s: times of different machines say "+
-		"nothing; measure the earlier version here", e.path, e.card,
+	return fmt.Errorf("-against %s: measured on %s, but this is %s, and times of different machines "+
+		"cannot be compared: measure the earlier version here", e.path, e.card,
 		run.Card)
 }
 
@@ -77,7 +77,7 @@ func (e *earlier) compare(w io.Writer, now []result) error {
 	}
 
 	if len(both) == 0 {
-		return fmt.Errorf("-against %s: it has none of this run's measurements: measure the same "+
+		return fmt.Errorf("-against %s: the file shares no measurement with this run: measure the same "+
 			"-groups and -models", e.path)
 	}
 

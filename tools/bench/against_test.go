@@ -54,11 +54,11 @@ func TestAgainst(t *testing.T) {
 func TestAgainstRefuses(t *testing.T) {
 	norm := result{Bench: "norm", Peer: project, Us: 100}
 	for name, file := range map[string]string{
-		"no such file":               filepath.Join(t.TempDir(), "none"),
-		"line 1":                     write(t, "f", "PASS"),
-		"no line says which machine": write(t, "f", norm),
-		"runs on A and on B":         write(t, "f", here("A"), norm, here("B"), norm),
-		"no line says which machine it is": write(t, "f",
+		"no such file":              filepath.Join(t.TempDir(), "none"),
+		"line 1":                    write(t, "f", "PASS"),
+		"no line names the machine": write(t, "f", norm),
+		"runs on A and on B":        write(t, "f", here("A"), norm, here("B"), norm),
+		"no line names the machine: want": write(t, "f",
 			result{Bench: whereabouts, Peer: "torch", Card: "A"}, norm),
 	} {
 		_, err := readEarlier(file)
@@ -68,10 +68,10 @@ func TestAgainstRefuses(t *testing.T) {
 	e, err := readEarlier(write(t, "f", here("NVIDIA H200"), norm))
 	require.NoError(t, err)
 	require.ErrorContains(t, e.fits(here("NVIDIA H100")),
-		"it is of NVIDIA H200, and this is NVIDIA H100")
+		"measured on NVIDIA H200, but this is NVIDIA H100")
 	require.ErrorContains(t, e.compare(&strings.Builder{},
 		[]result{here("NVIDIA H200"), {Bench: "other", Peer: project, Us: 1}}),
-		"none of this run's measurements")
+		"shares no measurement with this run")
 }
 
 // TestRunRefuses checks that the file of another machine is refused before anything is measured.
@@ -80,7 +80,7 @@ func TestRunRefuses(t *testing.T) {
 		Peer: project, Us: 1})
 	emitted = nil
 	err := options{groups: []string{"copy"}, steps: 1, models: modelNames()}.run("cpu", 1, path)
-	require.ErrorContains(t, err, "it is of another card")
+	require.ErrorContains(t, err, "measured on another card")
 	for _, r := range emitted {
 		require.Equal(t, whereabouts, r.Bench)
 	}

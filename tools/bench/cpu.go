@@ -36,7 +36,7 @@ func onCPU(o options) error {
 	}
 
 	if o.profile != "" {
-		return errors.New("-profile is for a GPU: the steps of a CPU are not traced")
+		return errors.New("-profile needs a GPU, because steps on a CPU are not traced")
 	}
 
 	line := where(fmt.Sprintf("%s, %d cores", processor(), runtime.GOMAXPROCS(0)), "")

@@ -110,33 +110,33 @@ func main() {
 	}
 
 	groups := flag.String("groups", "",
-		"which groups of measurements, separated by commas (default: all)\non a GPU "+
+		"groups of measurements, separated by commas (default: all)\non a GPU "+
 			strings.Join(gpuGroups(), ", ")+"\non a CPU "+strings.Join(cpuGroups(), ", "))
-	device := flag.String("device", "cuda", "cuda or cpu")
+	device := flag.String("device", "cuda", "where to measure: cuda or cpu")
 	models := flag.String("models", strings.Join(modelNames(), ","),
-		"which models the group train trains, separated by commas")
+		"models for the training groups, separated by commas")
 	o := options{}
 	flag.IntVar(&o.steps, "steps", 20, "training steps to time")
 	flag.TextVar(&o.precision, "precision", cudaops.BFloat16,
-		"bf16, f8, f16 or f32, for training on a GPU")
+		"precision of training on a GPU: bf16, f8, f16 or f32")
 	flag.TextVar(&o.tune, "tune", cudaops.TuneDefault,
 		"how a GPU's fastest kernels are found: off, cached, full or default (off for f32, else cached)")
 	flag.BoolVar(&o.muon, "muon", false, "train with Muon instead of AdamW")
 	flag.Float64Var(&o.clip, "clip", 0,
-		"limit the global norm of the gradients to this, for training on a GPU; 0 for no limit, as in the peer's step\n"+
-			"unless it has --clip too; on a CPU the limit is 1")
+		"limit of the global gradient norm on a GPU; 0 means no limit, as in torch_peers.py without --clip;\n"+
+			"on a CPU the limit is 1")
 	flag.StringVar(&o.profile, "profile", "",
 		"write a trace of one training step, with every kernel, to this file (for ui.perfetto.dev or chrome://tracing),\n"+
-			"and print a summary to standard error; of several models to a file each, with the model's name in its name")
+			"and print a summary to standard error; with several models, to one file per model with its name")
 	flag.IntVar(&o.monitor, "monitor", 0,
-		"time the ops of one training step in so many, and print the table to standard error; 0 for none")
-	flag.IntVar(&o.batch, "batch", 0, "sequences in a batch (default: the model's own)")
+		"time the ops of one in this many training steps, and print a table to standard error; 0 times nothing")
+	flag.IntVar(&o.batch, "batch", 0, "sequences in a batch (default: depends on the model)")
 	against := flag.String("against", "",
-		"compare with the lines of an earlier run on this machine, in this `FILE`, and fail where\nsomething became slower by more than 3 %; "+
-			"of several measurements of one name the fastest counts")
-	repeat := flag.Int("repeat", 1, "measure everything so many times")
+		"compare with the output of an earlier run on this machine in this `FILE`, and fail if\nsomething became slower by more than 3 %; "+
+			"the fastest of several measurements counts")
+	repeat := flag.Int("repeat", 1, "number of times to measure everything")
 	table := flag.Bool("table", false,
-		"print the lines of the files that follow as a Markdown table, and measure nothing")
+		"print the given files of measurements as a Markdown table, and measure nothing")
 	flag.Parse()
 	o.models = strings.Split(*models, ",")
 	if *groups != "" {
@@ -148,7 +148,7 @@ func main() {
 	case *table:
 		err = printTable(os.Stdout, flag.Args())
 	case flag.NArg() > 0:
-		err = fmt.Errorf("%q is no option; files go with -table", flag.Arg(0))
+		err = fmt.Errorf("%q is not an option; -table takes files", flag.Arg(0))
 	case *repeat < 1:
 		err = fmt.Errorf("-repeat is %d, want at least 1", *repeat)
 	default:
@@ -208,14 +208,14 @@ func (o *options) check(groups []string) error {
 
 	for _, g := range o.groups {
 		if !slices.Contains(groups, g) {
-			return fmt.Errorf("there is no group %q, want some of %s", g,
+			return fmt.Errorf("unknown group %q, want some of %s", g,
 				strings.Join(groups, ", "))
 		}
 	}
 
 	for _, name := range o.models {
 		if !slices.ContainsFunc(sizes, func(s size) bool { return s.name == name }) {
-			return fmt.Errorf("there is no model %q, want some of %s", name,
+			return fmt.Errorf("unknown model %q, want some of %s", name,
 				strings.Join(modelNames(), ", "))
 		}
 	}
@@ -229,13 +229,13 @@ func (o *options) check(groups []string) error {
 	}
 
 	if o.batch < 0 {
-		return fmt.Errorf("-batch is %d, want at least 1, or 0 for the model's own", o.batch)
+		return fmt.Errorf("-batch is %d, want at least 1, or 0 for the default", o.batch)
 	}
 
 	// An hour of measurements must not end in an error.
 	if info, err := os.Stat(filepath.Dir(o.profile)); o.profile != "" &&
 		(err != nil || !info.IsDir()) {
-		return fmt.Errorf("-profile is %s, want a file in a folder that is there", o.profile)
+		return fmt.Errorf("-profile is %s, want a file in an existing folder", o.profile)
 	}
 
 	return nil

@@ -31,7 +31,7 @@ type stockModel struct {
 func newStockModel(m *llm.Model, batch int) (*stockModel, error) {
 	c := m.Config
 	if c.KVHeads != c.Heads || len(c.Kasmina) > 0 {
-		return nil, fmt.Errorf("a stock model has no grouped heads and no Kasmina layers")
+		return nil, fmt.Errorf("a stock model cannot have grouped heads or Kasmina layers")
 	}
 
 	s := &stockModel{config: c, batch: batch, g: gorgonia.NewGraph(),

@@ -20,7 +20,7 @@ import (
 func printTable(w io.Writer, files []string) error {
 	if len(files) == 0 {
 		return errors.New(
-			"-table wants files of JSON lines, as this program and those in peers print them")
+			"-table needs files of JSON lines, the output of this program and of the programs in peers")
 	}
 
 	var all []result
@@ -95,7 +95,7 @@ func readResults(path string) ([]result, error) {
 			return nil, fmt.Errorf("%s, line %d: %w", path, n, err)
 		}
 		if r.Bench == "" || r.Peer == "" {
-			return nil, fmt.Errorf("%s, line %d: there is no bench or no peer: %s", path, n,
+			return nil, fmt.Errorf("%s, line %d: bench or peer is missing: %s", path, n,
 				s.Text())
 		}
 		all = append(all, r)

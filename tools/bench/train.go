@@ -277,7 +277,7 @@ func (s size) train(device *cudaops.Device, variants []variant, o options) (err 
 	for _, v := range variants {
 		t, err := s.begin(device, v, o)
 		if v.float8 && errors.Is(err, cudaops.ErrUnsupportedPrecision) {
-			fmt.Fprintf(os.Stderr, "%s%s is left out: %v\n", s.name, v.suffix, err)
+			fmt.Fprintf(os.Stderr, "skipping %s%s: %v\n", s.name, v.suffix, err)
 			continue
 		}
 		if err != nil {

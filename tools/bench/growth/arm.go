@@ -158,7 +158,7 @@ func parseArm(text string) (a arm, err error) {
 			for _, k := range armKeys {
 				names = append(names, k.name)
 			}
-			return a, fmt.Errorf("arm %q: %q is no key, want one of %s", text, name,
+			return a, fmt.Errorf("arm %q: %q is not a key, want one of %s", text, name,
 				strings.Join(names, ", "))
 		}
 		if err := armKeys[i].parse(&a, value); err != nil {
@@ -204,12 +204,12 @@ func (a arm) check() error {
 	case slices.Min(a.blocks) < 1:
 		return errors.New("want at least 1 block")
 	case !a.grows() && (len(a.shares) > 0 || a.curve):
-		return errors.New("share is for a model that grows, such as blocks=3-12")
+		return errors.New("share needs a model that grows, such as blocks=3-12")
 	case a.grows() && len(a.shares) > 0 && len(a.shares) != len(a.blocks)-1:
 		return fmt.Errorf("%d growths have %d shares, want one for each, or none to let the "+
 			"controller decide", len(a.blocks)-1, len(a.shares))
 	case len(a.shares) == 0 && len(a.blocks) > 2:
-		return errors.New("the controller grows a model once: give the shares of several growths")
+		return errors.New("the controller grows a model only once: give the shares for several growths")
 	}
 
 	for i := range a.blocks[1:] {

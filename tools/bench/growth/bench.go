@@ -36,14 +36,14 @@ func parseBench(args []string, stderr io.Writer) (o benchOptions, err error) {
 	f.Usage = func() {
 		fmt.Fprint(stderr, `usage: bench study [options] [arm ...]
 
-Compares models that grow with static ones on equal budgets and prints a table. An arm is written as
-blocks=12,lr=0.002 (a static model) or blocks=3-12,share=0.1 (one that grows). Without lr the rate
-is tuned; without share the controller decides when to grow, and with share=curve it does so by the
-curve of the loss alone. Other keys: kind=stack|interleave|middle,
-optimizer=adamw|muon|lion|adamw8bit, decay=cosine|linear|late, rewarm=STEPS, moments=kept|fresh, outputs=random|zero
-and norms=none|qk. Without arms the published comparison is made.
+Compares growing models with static models on equal budgets and prints a table. An arm is written as
+blocks=12,lr=0.002 (a static model) or blocks=3-12,share=0.1 (a model that grows). Without lr, the
+learning rate is tuned. Without share, the controller decides when to grow, and with share=curve it
+decides by the loss curve alone. Other keys are kind=stack|interleave|middle,
+optimizer=adamw|muon|lion|adamw8bit, decay=cosine|linear|late, rewarm=STEPS, moments=kept|fresh,
+outputs=random|zero and norms=none|qk. Without arms, the published comparison is made.
 
-Each run leaves a record in the folder -out. A run that has a record is not made again.
+Each run writes a record to the folder -out. A run with a record is not repeated.
 
 `)
 		f.PrintDefaults()
@@ -51,26 +51,26 @@ Each run leaves a record in the folder -out. A run that has a record is not made
 
 	f.StringVar(&budgets, "budgets", "5,10,20,40",
 		"tokens per parameter, of the parameters in the blocks of the largest model")
-	f.StringVar(&equal, "equal", "flops,time", "what runs on a budget have in common: flops, time, or both")
+	f.StringVar(&equal, "equal", "flops,time", "quantity that runs on a budget have in common: flops, time, or both")
 	f.StringVar(&seeds, "seeds", "1,2,3", "random seeds of parameters and data order")
 	f.StringVar(&rates, "lr", "0.001,0.002,0.004", "learning rates to try for arms without one")
 	f.StringVar(&o.gpus, "gpus", "all",
-		"positions of the GPUs to use, as 0,1, or all; a position that is named twice runs two at a time")
-	f.DurationVar(&o.limit, "limit", 0, "start no run that would end later than this; 0 for no limit")
+		"GPUs to use by position, such as 0,1, or all; a GPU named twice makes two runs at a time")
+	f.DurationVar(&o.limit, "limit", 0, "start no run that would end after this time; 0 means no limit")
 	f.BoolVar(&o.report, "report", false, "only print the table of the records in -out")
-	f.BoolVar(&o.pack, "pack", false, "put the records in -out into one file without training losses, "+
+	f.BoolVar(&o.pack, "pack", false, "pack the records in -out into one file without training losses, "+
 		"and print the table")
-	f.StringVar(&o.device, "device", "auto", "cpu, cuda or auto")
-	f.TextVar(&o.precision, "precision", cudaops.BFloat16, "of a GPU: bf16, f8, f16 or f32")
+	f.StringVar(&o.device, "device", "auto", "where to compute: cpu, cuda or auto")
+	f.TextVar(&o.precision, "precision", cudaops.BFloat16, "precision on a GPU: bf16, f8, f16 or f32")
 	f.StringVar(&o.data, "data", "", "file or folder to learn from (default: the Go source tree)")
-	f.StringVar(&o.ext, "ext", "", "learn only from files of this extension, such as .py")
+	f.StringVar(&o.ext, "ext", "", "learn only from files with this extension, such as .py")
 	f.StringVar(&o.out, "out", filepath.Join("runs", "bench"), "folder for the records, table and picture")
 	f.StringVar(&o.cache, "cache", filepath.Join(os.TempDir(), "kasmina"),
 		"folder for byte-pair encodings and tokens")
 	f.IntVar(&o.vocab, "vocab", 8192, "entries of the byte-pair encoding, or 0 for bytes")
-	f.Int64Var(&o.heldOut, "heldout", 1<<20, "bytes of held-out text that the models are compared on")
+	f.Int64Var(&o.heldOut, "heldout", 1<<20, "bytes of held-out text for comparing the models")
 	f.IntVar(&o.batch, "batch", 32, "sequences in a batch")
-	f.IntVar(&o.model.Layers, "layers", 12, "blocks of the largest model, whose parameters the budgets count")
+	f.IntVar(&o.model.Layers, "layers", 12, "blocks of the largest model, which defines the budgets")
 	f.IntVar(&o.model.Dim, "dim", 256, "features of the residual stream")
 	f.IntVar(&o.model.Heads, "heads", 4, "attention heads")
 	f.IntVar(&o.model.FF, "ff", 0, "hidden features of the perceptrons (default: 8/3 of -dim)")
@@ -86,7 +86,7 @@ Each run leaves a record in the folder -out. A run that has a record is not made
 		for part := range strings.SplitSeq(list.text, ",") {
 			v, err := parseNumber(part)
 			if err != nil || v <= 0 {
-				return o, fmt.Errorf("-%s is %q, want numbers above 0 with commas between", list.flag, list.text)
+				return o, fmt.Errorf("-%s is %q, want numbers above 0, separated by commas", list.flag, list.text)
 			}
 			*list.to = append(*list.to, v)
 		}
@@ -95,7 +95,7 @@ Each run leaves a record in the folder -out. A run that has a record is not made
 	for part := range strings.SplitSeq(seeds, ",") {
 		seed, err := strconv.ParseUint(part, 10, 64)
 		if err != nil {
-			return o, fmt.Errorf("-seeds is %q, want whole numbers with commas between", seeds)
+			return o, fmt.Errorf("-seeds is %q, want whole numbers, separated by commas", seeds)
 		}
 		o.grid.seeds = append(o.grid.seeds, seed)
 	}
@@ -124,7 +124,7 @@ func (o *benchOptions) finishBench(arms []string) error {
 	case o.limit < 0:
 		return fmt.Errorf("-limit is %v, want at least 0", o.limit)
 	case len(arms) == 0 && o.model.Layers%4 != 0:
-		return fmt.Errorf("-layers is %d, want a multiple of 4, or arms of your own", o.model.Layers)
+		return fmt.Errorf("-layers is %d, want a multiple of 4, or a list of arms", o.model.Layers)
 	}
 
 	if len(arms) == 0 {
@@ -251,7 +251,7 @@ func openDevices(device, list string, stderr io.Writer) (all []*cudaops.Device, 
 			at = append(at, i)
 		}
 	} else if at, err = parseList(strings.ReplaceAll(list, ",", "-"), strconv.Atoi); err != nil {
-		return nil, closeAll, fmt.Errorf("-gpus is %q, want positions with commas between, or all", list)
+		return nil, closeAll, fmt.Errorf("-gpus is %q, want positions separated by commas, or all", list)
 	}
 
 	for _, i := range at {

@@ -40,22 +40,22 @@ func TestArmText(t *testing.T) {
 
 func TestBadArms(t *testing.T) {
 	for want, text := range map[string]string{
-		"it has no blocks":                        "lr=0.1",
-		`"depth" is no key, want one of blocks,`:  "depth=12",
-		`lr is "fast"`:                            "blocks=12,lr=fast",
-		`lr is "0": want a number above 0`:        "blocks=12,lr=0",
-		`kind is "tall": want stack or`:           "blocks=12,kind=tall",
-		"want at least 1 block":                   "blocks=0",
-		"share is for a model that grows":         "blocks=12,share=0.1",
-		"1 growths have 2 shares":                 "blocks=3-12,share=0.1-0.2",
-		"the controller grows a model once":       "blocks=3-6-12",
-		"kind=stack cannot make 12 blocks of 5":   "blocks=5-12,share=0.1",
-		"kind=middle cannot make 11 blocks of 6":  "blocks=6-11,share=0.1,kind=middle",
-		"kind=stack cannot make 3 blocks of 12":   "blocks=12-3,share=0.1",
-		"Growths[0].Share is 1, want 0 to less":   "blocks=3-12,share=1",
-		`rewarm is "-1": want a number of steps`:  "blocks=3-12,share=0.1,rewarm=-1",
-		`share is "0.1-x"`:                        "blocks=3-12,share=0.1-x",
-		"Growths[1].Share is 0.1, want 0.2 to le": "blocks=3-6-12,share=0.2-0.1",
+		"it has no blocks":                          "lr=0.1",
+		`"depth" is not a key, want one of blocks,`: "depth=12",
+		`lr is "fast"`:                              "blocks=12,lr=fast",
+		`lr is "0": want a number above 0`:          "blocks=12,lr=0",
+		`kind is "tall": want stack or`:             "blocks=12,kind=tall",
+		"want at least 1 block":                     "blocks=0",
+		"share needs a model that grows":            "blocks=12,share=0.1",
+		"1 growths have 2 shares":                   "blocks=3-12,share=0.1-0.2",
+		"the controller grows a model only once":    "blocks=3-6-12",
+		"kind=stack cannot make 12 blocks of 5":     "blocks=5-12,share=0.1",
+		"kind=middle cannot make 11 blocks of 6":    "blocks=6-11,share=0.1,kind=middle",
+		"kind=stack cannot make 3 blocks of 12":     "blocks=12-3,share=0.1",
+		"Growths[0].Share is 1, want 0 to less":     "blocks=3-12,share=1",
+		`rewarm is "-1": want a number of steps`:    "blocks=3-12,share=0.1,rewarm=-1",
+		`share is "0.1-x"`:                          "blocks=3-12,share=0.1-x",
+		"Growths[1].Share is 0.1, want 0.2 to le":   "blocks=3-6-12,share=0.2-0.1",
 	} {
 		_, err := parseArm(text)
 		require.ErrorContains(t, err, want, text)
@@ -231,7 +231,7 @@ func TestBench(t *testing.T) {
 	require.NoFileExists(t, kept)
 
 	require.ErrorContains(t, Study(t.Context(), benchArgs(t, data, out, "-batch", "5", "blocks=4,lr=0.01"),
-		io.Discard, io.Discard), "has the runs of another model, text or precision")
+		io.Discard, io.Discard), "contains runs of another model, text or precision")
 }
 
 // TestBenchLimit checks that a benchmark without time left starts no run and lists the missing ones.

@@ -90,7 +90,7 @@ func openDevice(device string, stderr io.Writer) (*cudaops.Device, error) {
 		return d, nil
 	case device == "auto":
 		if !errors.Is(err, cudaops.ErrNoDevice) {
-			fmt.Fprintf(stderr, "device    the CPU, as the GPU cannot be used: %v\n", err)
+			fmt.Fprintf(stderr, "device    the CPU, because the GPU cannot be used: %v\n", err)
 		}
 		return nil, nil
 	}

@@ -145,7 +145,7 @@ func TestBadOptions(t *testing.T) {
 		"want a multiple of -from":  {"-from", "3"},
 		"-kind is":                  {"-kind", "tall"},
 		"-site is":                  {"-site", "depth,roof"},
-		"-site chunk wants -tokens": {"-site", "chunk"},
+		"-site chunk needs -tokens": {"-site", "chunk"},
 		"Where is":                  {"-where", "here"},
 		"-tokens and -flops":        {"-tokens", "9", "-flops", "9"},
 		"-grown-share is 2":         {"-grown-share", "2"},

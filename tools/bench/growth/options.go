@@ -55,62 +55,62 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	}
 
 	f.StringVar(&o.device, "device", "auto",
-		"cpu, cuda (an NVIDIA GPU) or auto: the GPU if there is one")
-	f.TextVar(&o.precision, "precision", cudaops.BFloat16, "of a GPU: bf16, f8, f16 or f32")
+		"where to compute: cpu, cuda (an NVIDIA GPU), or auto for the GPU if there is one")
+	f.TextVar(&o.precision, "precision", cudaops.BFloat16, "precision on a GPU: bf16, f8, f16 or f32")
 	f.StringVar(&o.data, "data", "", "file or folder to learn from (default: the Go source tree)")
-	f.StringVar(&o.ext, "ext", "", "learn from files of this extension alone, such as .py")
+	f.StringVar(&o.ext, "ext", "", "learn only from files with this extension, such as .py")
 	f.StringVar(&o.out, "out", filepath.Join("runs", "grow"),
 		"folder for models, logs, records and pictures")
 	f.StringVar(&o.cache, "cache", filepath.Join(os.TempDir(), "kasmina"),
 		"folder for byte-pair encodings and tokens")
 	f.IntVar(&o.vocab, "vocab", 0,
-		"entries of a byte-pair encoding trained on the data (default: a token is a byte)")
+		"entries of a byte-pair encoding to train on the data; 0 means that each byte is a token")
 	f.Int64Var(&o.heldOut, "heldout", 32<<10,
-		"bytes of held-out text that the models are compared on")
+		"bytes of held-out text for comparing the models")
 	f.Uint64Var(&o.seed, "seed", 1, "random seed of parameters and data order")
-	f.IntVar(&o.runs, "runs", 3, "how often to compare, with one random seed after the other")
-	f.DurationVar(&o.time, "time", 20*time.Second, "what each run may take")
-	f.Int64Var(&o.budget.Tokens, "tokens", 0, "tokens that each run may see, in place of -time")
+	f.IntVar(&o.runs, "runs", 3, "number of comparisons, each with the next random seed")
+	f.DurationVar(&o.time, "time", 20*time.Second, "duration of each run")
+	f.Int64Var(&o.budget.Tokens, "tokens", 0, "tokens of each run, instead of -time")
 	f.Float64Var(&o.budget.FLOPs, "flops", 0,
-		"floating point operations that each run may take, in place of -time")
-	f.Float64Var(&o.grownShare, "grown-share", 1, "share of that which a grown run may take")
+		"floating-point operations of each run, instead of -time")
+	f.Float64Var(&o.grownShare, "grown-share", 1, "budget of a grown run, relative to a static run")
 	f.IntVar(&o.batch, "batch", 8, "sequences in a batch")
-	f.IntVar(&o.epoch, "epoch", 5, "steps in an epoch, behind which the controller decides")
+	f.IntVar(&o.epoch, "epoch", 5, "steps in an epoch; the controller decides at the end of each epoch")
 	f.StringVar(&o.optimizer, "optimizer", "muon", strings.Join(optim.ChoiceNames(), ", "))
 	f.StringVar(&rates, "lr", "0.02",
-		"peak learning rates, as 0.01,0.02: the static run is tried with each, and the grown one has\nthe best of them")
+		"peak learning rates, such as 0.01,0.02; the static run tries each, and the grown run uses\nthe best one")
 	f.IntVar(&o.model.Layers, "layers", 4,
-		"blocks of the static model, and of the grown one at its end")
-	f.IntVar(&o.from, "from", 2, "blocks that the grown model begins with")
-	f.StringVar(&sites, "site", "depth", "where it grows: depth, or, with -tokens or -flops, "+
-		"chunk, weight or stream,\nor several with commas between")
+		"blocks of the static model, and of the grown model at the end")
+	f.IntVar(&o.from, "from", 2, "blocks of the grown model at the start")
+	f.StringVar(&sites, "site", "depth", "sites of growth, separated by commas: depth and, with -tokens or -flops, "+
+		"chunk,\nweight or stream")
 	f.StringVar((*string)(&o.seeds.Where), "where", "",
-		"elsewhere than in depth: seeds that are planted in, random or all (default: those in need)")
+		"at other sites than depth: grow random or all seeds instead of the seeds in need")
 	f.IntVar(&o.seeds.MaxActive, "active", o.seeds.MaxActive,
-		"elsewhere than in depth: seeds that grow at a time, at most")
+		"at other sites than depth: maximum number of blueprints that grow at a time")
 	f.IntVar(&o.seeds.MaxParameters, "params", o.seeds.MaxParameters,
-		"elsewhere than in depth: parameters of all that grows, at most")
-	f.IntVar(&o.seeds.Rank, "rank", o.seeds.Rank, "with -site weight: of what grows")
-	f.IntVar(&o.seeds.Features, "features", o.seeds.Features, "with -site stream: of what grows")
-	f.StringVar(&o.kind, "kind", "stack", "how it grows: stack, interleave or new-blocks")
+		"at other sites than depth: maximum number of parameters of all blueprints")
+	f.IntVar(&o.seeds.Rank, "rank", o.seeds.Rank, "with -site weight: rank of the blueprints")
+	f.IntVar(&o.seeds.Features, "features", o.seeds.Features, "with -site stream: hidden features of the blueprints")
+	f.StringVar(&o.kind, "kind", "stack", "kind of growth in depth: stack, interleave or new-blocks")
 	f.Float64Var(&o.controller.Begin, "begin", o.controller.Begin,
-		"share of the time before which it does not grow; 0 lets the curve of the loss alone decide")
+		"earliest share of the budget for growth in depth; 0 lets the loss curve alone decide")
 	f.Float64Var(&o.controller.End, "end", o.controller.End,
-		"share of the time at which it grows at the latest")
+		"latest share of the budget for growth in depth")
 	f.Float64Var(&o.controller.Flat, "flat", o.controller.Flat,
-		"grow once the loss falls by so much of its fastest fall (default: as the cost of a step says)")
+		"grow once the loss falls at this fraction of its fastest rate (default: derived from the cost of a step)")
 	f.IntVar(&o.model.Dim, "dim", 192, "features of the residual stream")
 	f.IntVar(&o.model.Heads, "heads", 4, "attention heads")
 	f.IntVar(&o.model.FF, "ff", 0, "hidden features of the perceptrons (default: 8/3 of -dim)")
 	f.IntVar(&o.model.Seq, "seq", 128, "tokens in a sequence")
-	f.IntVar(&o.evaluations, "evaluations", 8, "of a run, about, outside its time")
+	f.IntVar(&o.evaluations, "evaluations", 8, "approximate number of evaluations in a run, not counted in its time")
 	f.IntVar(&o.every, "eval-every", 0,
-		"steps between evaluations, outside the time (default: as -evaluations says)")
-	f.StringVar(&o.only, "only", "", "train static or grown models alone")
+		"steps between evaluations, instead of -evaluations")
+	f.StringVar(&o.only, "only", "", "train only static or only grown models: static or grown")
 	f.StringVar(&o.board, "board", "",
-		"show the runs in a browser, at this address, such as 127.0.0.1:6060")
+		"show the runs in a browser at this address, such as 127.0.0.1:6060")
 	f.BoolVar(&o.boardControl, "board-control", false,
-		"let whoever has the token that -board prints steer the runs")
+		"let anyone who has the token that -board prints steer the runs")
 	f.StringVar(&o.replay, "replay", "",
 		"let the grown model of the first random seed follow this record instead of the controller")
 	if err := f.Parse(args); err != nil {
@@ -120,7 +120,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	for _, s := range strings.Split(rates, ",") {
 		lr, err := strconv.ParseFloat(s, 64)
 		if err != nil || !(lr > 0) {
-			return o, fmt.Errorf("-lr is %q, want numbers above 0 with commas between", rates)
+			return o, fmt.Errorf("-lr is %q, want numbers above 0, separated by commas", rates)
 		}
 		o.rates = append(o.rates, lr)
 	}
@@ -155,7 +155,7 @@ func (o *options) finish(rest []string) error {
 			return !slices.Contains([]string{"depth", "chunk", "weight", "stream"}, s)
 		}), fmt.Sprintf("-site is %q, want depth, chunk, weight or stream", o.sites)},
 		{!o.elsewhere() || o.budget.Tokens > 0 || o.budget.FLOPs > 0,
-			fmt.Sprintf("-site %s wants -tokens or -flops: seeds live for epochs",
+			fmt.Sprintf("-site %s needs -tokens or -flops, because seeds live for epochs",
 				strings.Join(o.sites, ","))},
 		{1 <= o.from && o.from < o.model.Layers,
 			fmt.Sprintf("-from is %d, want 1 to %d: fewer than -layers", o.from, o.model.Layers-1)},

@@ -69,10 +69,10 @@ func title(c comparison) string {
 	case c.static == nil || c.grown == nil:
 		return fmt.Sprintf("Random seed %d", c.seed)
 	case c.grown.loss >= c.static.loss:
-		return fmt.Sprintf("Growth did not pay: it ends %.3f nats a byte higher",
+		return fmt.Sprintf("Growth did not pay off: it ends %.3f nats per byte higher",
 			c.grown.loss-c.static.loss)
 	}
-	return fmt.Sprintf("The grown model has the static one's loss in %.0f %% of its time,\n"+
+	return fmt.Sprintf("The grown model reaches the static model's loss in %.0f %% of its time,\n"+
 		"and ends %.3f nats a byte lower", 100*c.grown.timeTo(c.static.loss),
 		c.static.loss-c.grown.loss)
 }

@@ -118,8 +118,8 @@ func openStudy(dir string, settings studySettings) (*study, error) {
 
 	s.Speed = there.Speed
 	if !reflect.DeepEqual(there, s.studySettings) {
-		return nil, fmt.Errorf("%s has the runs of another model, text or precision: choose another "+
-			"-out, or give the options that its runs had", dir)
+		return nil, fmt.Errorf("%s contains runs of another model, text or precision: choose another "+
+			"-out, or use the options of its runs", dir)
 	}
 
 	return s, s.readRecords()
