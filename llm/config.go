@@ -47,12 +47,6 @@ type Config struct {
 	Streams []int        `json:"streams,omitempty"`
 	// LoRAAlpha is LoRA's α: the product is multiplied by LoRAAlpha/rank. 0 means the rank.
 	LoRAAlpha float64 `json:"lora_alpha,omitempty"`
-	// Frozen restricts training to the blueprints planted at Weights and in Streams. The model's own
-	// parameters keep their bits until a blueprint is merged into them.
-	Frozen bool `json:"frozen,omitempty"`
-	// Directed initializes the rows of A in a LoRA with the right singular vectors of its weight's
-	// gradient that have the largest singular values, instead of random values. It requires Frozen.
-	Directed bool `json:"directed,omitempty"`
 	// Planted lists the blueprints at these places, and Grown records how the model's stack of blocks
 	// grew. The trainer writes both.
 	Planted []Planted `json:"planted,omitempty"`
@@ -64,10 +58,6 @@ type Config struct {
 	ZeroOutputs bool `json:"zero_outputs,omitempty"`
 
 	Traits
-
-	// KasminaOptions configures the computation of the Kasmina layers. The options are not part of the
-	// architecture, but changing them changes the settings of a run.
-	KasminaOptions KasminaOptions `json:"kasmina_options,omitzero"`
 }
 
 // Grown describes a growth of a model's stack of blocks.
@@ -102,20 +92,20 @@ func (o KasminaOptions) check() error {
 		value float64
 	}{{"Epsilon", o.Epsilon}, {"GradClip", o.GradClip}, {"AdaptiveClip", o.AdaptiveClip}} {
 		if !(f.value >= 0) || math.IsInf(f.value, 0) {
-			return fmt.Errorf("llm: Config.KasminaOptions.%s is %v, want a finite number of at "+
+			return fmt.Errorf("llm: KasminaOptions.%s is %v, want a finite number of at "+
 				"least 0",
 				f.name, f.value)
 		}
 	}
 
 	if _, err := o.Stability.MarshalText(); err != nil {
-		return fmt.Errorf("llm: Config.KasminaOptions.Stability is %v, want Adaptive, Fast or "+
+		return fmt.Errorf("llm: KasminaOptions.Stability is %v, want Adaptive, Fast or "+
 			"Strict",
 			o.Stability)
 	}
 
 	if o.GradClip > 0 && o.AdaptiveClip > 0 {
-		return fmt.Errorf("llm: Config.KasminaOptions: GradClip is %v and AdaptiveClip is %v, "+
+		return fmt.Errorf("llm: KasminaOptions: GradClip is %v and AdaptiveClip is %v, "+
 			"want one of them to be 0", o.GradClip, o.AdaptiveClip)
 	}
 
@@ -216,7 +206,7 @@ func (c Config) Check() error {
 			"explicit HeadDim", c.Dim, c.Heads)
 	}
 
-	for _, check := range []func() error{c.checkFields, c.KasminaOptions.check, c.checkKasmina,
+	for _, check := range []func() error{c.checkFields, c.checkKasmina,
 		c.checkTraits, c.checkSites, c.checkGrown} {
 		if err := check(); err != nil {
 			return err

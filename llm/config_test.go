@@ -178,13 +178,6 @@ func otherError(t *testing.T, want string) error {
 	return nil
 }
 
-// withOptions returns a small model's configuration with the given options for its layers.
-func withOptions(o KasminaOptions) Config {
-	c := tiny()
-	c.KasminaOptions = o
-	return c
-}
-
 // TestKasminaOptionsInGraphs checks that the options reach every layer of every graph, where engines read
 // them. Only training clips and stops.
 func TestKasminaOptionsInGraphs(t *testing.T) {
@@ -196,8 +189,9 @@ func TestKasminaOptionsInGraphs(t *testing.T) {
 			Epsilon:      1e-8,
 			AdaptiveClip: 3, StopOnNonFinite: true},
 	} {
-		m, err := NewModel(withOptions(options), tensor.Float32, 1)
+		m, err := NewModel(tiny(), tensor.Float32, 1)
 		require.NoError(t, err)
+		m.KasminaOptions = options
 		for _, kind := range []GraphKind{ForTraining, ForLoss, ForLogits} {
 			g, err := m.Graph(kind, 2, WithRecompute())
 			require.NoError(t, err)
@@ -219,7 +213,7 @@ func TestKasminaOptionsInGraphs(t *testing.T) {
 
 // steps returns a trainer that has made three steps with the options.
 func steps(t *testing.T, o KasminaOptions) *Trainer {
-	tr := newTrainer(t, trainerOptions{config: withOptions(o), steps: 3})
+	tr := newTrainer(t, trainerOptions{config: tiny(), kasmina: o, steps: 3})
 	require.NoError(t, tr.Run(t.Context()))
 	return tr
 }
@@ -264,7 +258,7 @@ func TestStopOnNonFinite(t *testing.T) {
 	for _, stop := range []bool{false, true} {
 		path := filepath.Join(t.TempDir(), "run.safetensors")
 		tr := newTrainer(t,
-			trainerOptions{config: withOptions(KasminaOptions{StopOnNonFinite: stop}),
+			trainerOptions{config: tiny(), kasmina: KasminaOptions{StopOnNonFinite: stop},
 				steps: 4})
 		tr.On(Checkpoint(tr, path, 2), func(e Event) error {
 			if e.Kind == StepEnd && e.Step == 2 {
@@ -294,25 +288,25 @@ func TestKasminaOptionsOfCheckpoints(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "run.safetensors")
 	options := KasminaOptions{Stability: op.Strict, Epsilon: 1e-6, GradClip: 3,
 		StopOnNonFinite: true}
-	tr := newTrainer(t, trainerOptions{config: withOptions(options), steps: 4})
+	tr := newTrainer(t, trainerOptions{config: tiny(), kasmina: options, steps: 4})
 	require.NoError(t, tr.step())
 	require.NoError(t, tr.Save(path))
 	m, err := LoadModel(t.Context(), path)
 	require.NoError(t, err)
-	require.Equal(t, options, m.Config.KasminaOptions)
-	again := newTrainer(t, trainerOptions{config: withOptions(options), steps: 4})
+	require.Equal(t, options, m.KasminaOptions)
+	again := newTrainer(t, trainerOptions{config: tiny(), kasmina: options, steps: 4})
 	require.NoError(t, again.Resume(t.Context(), path))
 
 	others := KasminaOptions{Stability: op.Fast, AdaptiveClip: 2}
-	other := newTrainer(t, trainerOptions{config: withOptions(others), steps: 4})
+	other := newTrainer(t, trainerOptions{config: tiny(), kasmina: others, steps: 4})
 	err = other.Resume(t.Context(), path)
 	require.ErrorIs(t, err, ErrSettings)
 	differences := []string{
-		"Config.KasminaOptions.Stability is Fast here and Strict there",
-		"Config.KasminaOptions.Epsilon is 0 here and 1e-06 there",
-		"Config.KasminaOptions.GradClip is 0 here and 3 there",
-		"Config.KasminaOptions.AdaptiveClip is 2 here and 0 there",
-		"Config.KasminaOptions.StopOnNonFinite is false here and true there",
+		"Model.KasminaOptions.Stability is Fast here and Strict there",
+		"Model.KasminaOptions.Epsilon is 0 here and 1e-06 there",
+		"Model.KasminaOptions.GradClip is 0 here and 3 there",
+		"Model.KasminaOptions.AdaptiveClip is 2 here and 0 there",
+		"Model.KasminaOptions.StopOnNonFinite is false here and true there",
 	}
 
 	for _, d := range differences {
@@ -325,16 +319,16 @@ func TestKasminaOptionsOfCheckpoints(t *testing.T) {
 	})))
 	require.Equal(t, differences, told)
 	require.NoError(t, other.Run(t.Context()))
-	require.Equal(t, others, other.Model.Config.KasminaOptions)
+	require.Equal(t, others, other.Model.KasminaOptions)
 
 	plain := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
 	require.NoError(t, plain.Save(path))
 	file, err := os.ReadFile(path)
 	require.NoError(t, err)
-	require.NotContains(t, string(file), "kasmina_options", "as files were before")
+	require.NotContains(t, string(file), modelfile.OptionsKey)
 	m, err = LoadModel(t.Context(), path)
 	require.NoError(t, err)
-	require.Zero(t, m.Config.KasminaOptions)
+	require.Zero(t, m.KasminaOptions)
 }
 
 // TestBadKasminaOptions checks that invalid options are refused, also when a file contains them.
@@ -347,28 +341,50 @@ func TestBadKasminaOptions(t *testing.T) {
 		"KasminaOptions.Stability is Stability(3)":   {Stability: 3},
 		"GradClip is 1 and AdaptiveClip is 2, want ": {GradClip: 1, AdaptiveClip: 2},
 	} {
-		_, err := NewModel(withOptions(o), tensor.Float32, 1)
+		m, err := NewModel(tiny(), tensor.Float32, 1)
+		require.NoError(t, err)
+		m.KasminaOptions = o
+		_, err = m.Graph(ForLoss, 1)
 		require.ErrorContains(t, err, want)
 	}
 
 	path := filepath.Join(t.TempDir(), "m.safetensors")
-	m, err := NewModel(withOptions(KasminaOptions{Epsilon: 0.5}), tensor.Float32, 1)
+	m, err := NewModel(tiny(), tensor.Float32, 1)
+	require.NoError(t, err)
+	m.KasminaOptions.Epsilon = 0.5
+	tensors, metadata, err := tensorsOf(m)
+	require.NoError(t, err)
+	options := metadata[modelfile.OptionsKey]
+	for json, want := range map[string]string{
+		`"epsilon":-1`:               "KasminaOptions.Epsilon is -1",
+		`"stability":"\u001b[2J"`:    `the stability mode is "\x1b[2J", want one of`,
+		`"stability":2,"epsilon":1`:  "options of the Kasmina layers",
+		`"grad_clip":"1"`:            "options of the Kasmina layers",
+		`"adaptive_clip":-0.5`:       "KasminaOptions.AdaptiveClip is -0.5",
+		`"stop_on_non_finite":"yes"`: "options of the Kasmina layers",
+	} {
+		metadata[modelfile.OptionsKey] = strings.Replace(options, `"epsilon":0.5`, json, 1)
+		require.NoError(t, safetensors.Save(path, tensors, metadata))
+		_, err := LoadModel(t.Context(), path)
+		require.ErrorContains(t, err, want, json)
+	}
+}
+
+// TestOlderConfigurations checks that files whose configuration contains what is no part of an architecture
+// any more are refused as what they are.
+func TestOlderConfigurations(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "m.safetensors")
+	m, err := NewModel(tiny(), tensor.Float32, 1)
 	require.NoError(t, err)
 	tensors, metadata, err := tensorsOf(m)
 	require.NoError(t, err)
 	config := metadata[modelfile.ConfigKey]
-	for json, want := range map[string]string{
-		`"epsilon":-1`:               "KasminaOptions.Epsilon is -1",
-		`"stability":"\u001b[2J"`:    `the stability mode is "\x1b[2J", want one of`,
-		`"stability":2,"epsilon":1`:  "configuration",
-		`"grad_clip":"1"`:            "configuration",
-		`"adaptive_clip":-0.5`:       "KasminaOptions.AdaptiveClip is -0.5",
-		`"stop_on_non_finite":"yes"`: "configuration",
-	} {
-		metadata[modelfile.ConfigKey] = strings.Replace(config, `"epsilon":0.5`, json, 1)
+	for _, old := range []string{`"frozen":true`, `"directed":true`, `"kasmina_options":{"epsilon":0.5}`} {
+		metadata[modelfile.ConfigKey] = strings.Replace(config, "{", "{"+old+",", 1)
 		require.NoError(t, safetensors.Save(path, tensors, metadata))
 		_, err := LoadModel(t.Context(), path)
-		require.ErrorContains(t, err, want, json)
+		require.ErrorIs(t, err, ErrArchitecture)
+		require.ErrorContains(t, err, "written by an older version")
 	}
 }
 

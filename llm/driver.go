@@ -223,7 +223,7 @@ func (d *driver) there(m modelState) modelState {
 	if k, ok := d.engine.(Keeper); ok && k.CanKeep() {
 		m.From, m.Here = map[string]string{}, map[string]bool{}
 		for _, p := range m.Params {
-			if m.Config.Learns(p.Name) {
+			if d.t.Config.Learns(p.Name) {
 				m.From[p.Name] = p.Name
 			}
 		}
@@ -302,7 +302,7 @@ func (d *driver) setOptimizer(known []Param, m modelState) error {
 		}
 	}
 
-	if err := d.t.Optimizer.Declare(valueGradsOf(m.Config, m.Params)); err != nil {
+	if err := d.t.Optimizer.Declare(valueGradsOf(m.Params, d.t.Config.Learns)); err != nil {
 		return err
 	}
 
@@ -368,7 +368,7 @@ func (d *driver) replaceEngine(make func() (Engine, error), scale *LossScale) er
 
 	d.engine, d.name, d.t.learning = e, e.Name(), nil
 	d.t.note(func(e *Event) {
-		e.Params, e.AllParams = d.t.Model.NumTrainable(), d.t.Model.NumParams()
+		e.Params, e.AllParams = trainableIn(d.t.Model, d.t.Config), d.t.Model.NumParams()
 		e.Lattices = d.t.Model.Config.Lattices()
 	})
 	return d.setLossScale(scale)

@@ -288,6 +288,10 @@ func (c TrainConfig) Graph(m *Model) (*Graph, error) {
 	if c.Recompute {
 		opts = append(opts, WithRecompute())
 	}
+	if c.Frozen {
+		opts = append(opts, WithFrozen())
+	}
+
 	if c.listen != nil {
 		opts = append(opts, withGradients(c.listen...))
 	}

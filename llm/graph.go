@@ -83,6 +83,10 @@ type GraphOption func(*graphBuilder)
 // instead of keeping the block's activations. This takes less memory, for about a third more work.
 func WithRecompute() GraphOption { return func(b *graphBuilder) { b.recompute = true } }
 
+// WithFrozen restricts the gradients of a ForTraining graph to the parameters of blueprints planted at
+// weights and in the stream, as [TrainConfig.Frozen] does.
+func WithFrozen() GraphOption { return func(b *graphBuilder) { b.frozen = true } }
+
 // withLossShare differentiates 1/n of the loss, so that the gradients of n batches add up to the gradient
 // of their mean loss.
 func withLossShare(n int) GraphOption { return func(b *graphBuilder) { b.shares = n } }
@@ -120,6 +124,10 @@ func BuildGraph(m ModelParts, kind GraphKind, batch int, opts ...GraphOption) (*
 		opt(b)
 	}
 
+	if err := m.KasminaOptions.check(); err != nil {
+		return nil, err
+	}
+
 	g, err := b.build(batch)
 	if err != nil {
 		return nil, fmt.Errorf("llm: building the model: %w", err)
@@ -131,9 +139,10 @@ func BuildGraph(m ModelParts, kind GraphKind, batch int, opts ...GraphOption) (*
 // ModelParts holds the parts of a model that graphs are built from. All graphs of a model share its
 // parameters' memory.
 type ModelParts struct {
-	Config  Config
-	Params  []Param
-	Kasmina *state.Network // lattices; the first ones belong to the entries of Config.Kasmina
+	Config         Config
+	KasminaOptions KasminaOptions
+	Params         []Param
+	Kasmina        *state.Network // lattices; the first ones belong to the entries of Config.Kasmina
 }
 
 // Param is a trainable tensor of a model. In an [Outline] it has no value.
@@ -214,6 +223,7 @@ type graphBuilder struct {
 	everywhere bool
 	shares     int
 	tokenMean  bool
+	frozen     bool          // only the parameters of planted blueprints learn
 	wanted     []string      // parameters to differentiate; nil for all that learn
 	blocks     block.Builder // builder for sequences of up to Config.Seq; its Position is set for cached decoding
 	cached     bool          // whether to add a Position
@@ -355,7 +365,7 @@ func (b *graphBuilder) differentiate(g *Graph) error {
 	}
 
 	for _, p := range g.Params {
-		if b.wanted == nil && b.Config.Learns(p.Name()) || slices.Contains(b.wanted, p.Name()) {
+		if b.wanted == nil && learns(b.frozen, p.Name()) || slices.Contains(b.wanted, p.Name()) {
 			g.Learning = append(g.Learning, p)
 		}
 	}

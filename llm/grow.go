@@ -95,7 +95,7 @@ func (t *Trainer) Grow(g Growth) error {
 	}
 
 	// Growth in depth and growth in a frozen model are not judged on a text.
-	if g.Validation == nil && t.growth.judged() && !t.Model.Config.Frozen && !growsDepthAlone(g.Controller) {
+	if g.Validation == nil && t.growth.judged() && !t.Config.Frozen && !growsDepthAlone(g.Controller) {
 		return errors.New("llm: Grow: Validation is nil, want the text on which blueprints " +
 			"are judged, such as data.NewEvaluation makes from held-out text")
 	}
@@ -308,7 +308,7 @@ func (g *growth) carryOut(commands []state.Command, mean *jsonfloat.Float) error
 // parameters that they grow on. It does so in epochs with a comparison.
 func (g *growth) measureSites() error {
 	options, c, n := g.options, g.t.Model.Config, g.t.Model.Kasmina
-	if options == nil || c.Frozen || len(c.Weights)+len(c.Streams) == 0 || (n.Lattice(0).Epoch()+1)%options.Every != 0 {
+	if options == nil || g.t.Config.Frozen || len(c.Weights)+len(c.Streams) == 0 || (n.Lattice(0).Epoch()+1)%options.Every != 0 {
 		return nil
 	}
 

@@ -226,7 +226,6 @@ func (g *growth) loadBranch(r *CheckpointReader, c Config, prefix string, scale 
 	err error) {
 	prefix = modelfile.PartPrefix + growthName + "." + prefix
 	b.scale, b.Config = scale, c
-	b.Config.KasminaOptions = g.t.Model.Config.KasminaOptions
 	if b.Params, err = paramsIn(r.ctx, g.t.Model, r.file, c, prefix); err != nil {
 		return b, err
 	}

@@ -27,6 +27,10 @@ type Model struct {
 	Params  []Param        // in the model's order of use
 	Kasmina *state.Network // the seed lattices: a layer for each entry of Config.Kasmina
 
+	// KasminaOptions configures the computation of the Kasmina layers. Set it before building graphs and
+	// trainers. Files of the model contain the options.
+	KasminaOptions KasminaOptions
+
 	byName map[string]int
 
 	turn     sync.Mutex    // guards the fields below and the parameters; see Current
@@ -170,21 +174,6 @@ func (m *Model) NumParams() int {
 	return n
 }
 
-// NumTrainable returns the number of values that training changes. In a frozen model, only the parameters
-// of planted seeds are trained.
-func (m *Model) NumTrainable() int {
-	if checkMade(m) != nil {
-		return 0
-	}
-	n := 0
-	for _, p := range m.Params {
-		if m.Config.Learns(p.Name) {
-			n += p.Value.Size()
-		}
-	}
-	return n
-}
-
 // NumSeeds returns the number of seeds in all Kasmina layers.
 func (m *Model) NumSeeds() int {
 	if checkMade(m) != nil {
@@ -208,5 +197,5 @@ func (m *Model) Graph(kind GraphKind, batch int, opts ...GraphOption) (*Graph, e
 
 // Parts returns the configuration, parameters and lattices for building graphs.
 func (m *Model) Parts() ModelParts {
-	return ModelParts{Config: m.Config, Params: m.Params, Kasmina: m.Kasmina}
+	return ModelParts{Config: m.Config, KasminaOptions: m.KasminaOptions, Params: m.Params, Kasmina: m.Kasmina}
 }

@@ -3,6 +3,7 @@ package llm
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"slices"
 	"strconv"
@@ -79,7 +80,16 @@ func tensorsOf(m *Model) ([]safetensors.Tensor, map[string]string, error) {
 		}
 	}
 
-	return tensors, map[string]string{"format": "pt", modelfile.ConfigKey: string(config)}, nil
+	metadata := map[string]string{"format": "pt", modelfile.ConfigKey: string(config)}
+	if m.KasminaOptions != (KasminaOptions{}) {
+		options, err := json.Marshal(m.KasminaOptions)
+		if err != nil {
+			return nil, nil, fmt.Errorf("llm: saving the options of the Kasmina layers: %w", err)
+		}
+		metadata[modelfile.OptionsKey] = string(options)
+	}
+
+	return tensors, metadata, nil
 }
 
 // fileShapeOf returns the tensors that the file of a model with parameters of type dt must contain.
@@ -110,9 +120,19 @@ func configIn(f *modelfile.File) (Config, error) {
 		c.Kasmina = make([]int, 0, strings.Count(text, ","))
 	}
 
-	if err := f.Decode(modelfile.ConfigKey, "the configuration",
-		modelfile.MaxConfig, &c); err != nil {
+	var moved struct { // to settings of a run and to the model's options
+		Frozen         json.RawMessage `json:"frozen"`
+		Directed       json.RawMessage `json:"directed"`
+		KasminaOptions json.RawMessage `json:"kasmina_options"`
+	}
+	if err := errors.Join(f.Decode(modelfile.ConfigKey, "the configuration", modelfile.MaxConfig, &c),
+		f.Decode(modelfile.ConfigKey, "the configuration", modelfile.MaxConfig, &moved)); err != nil {
 		return c, err
+	}
+
+	if moved.Frozen != nil || moved.Directed != nil || moved.KasminaOptions != nil {
+		return c, f.Errorf("%w: it was written by an older version, whose configurations contained "+
+			"frozen, directed or kasmina_options: continue with that version", ErrArchitecture)
 	}
 
 	if c.Kasmina = slices.Clip(c.Kasmina); len(c.Kasmina) == 0 {
@@ -124,6 +144,21 @@ func configIn(f *modelfile.File) (Config, error) {
 	}
 
 	return c, nil
+}
+
+// kasminaOptionsIn returns the options of the Kasmina layers stored in a file.
+func kasminaOptionsIn(f *modelfile.File) (o KasminaOptions, err error) {
+	if _, ok := f.Metadata[modelfile.OptionsKey]; !ok {
+		return o, nil
+	}
+	if err := f.Decode(modelfile.OptionsKey, "the options of the Kasmina layers", modelfile.MaxOptions,
+		&o); err != nil {
+		return o, err
+	}
+	if err := o.check(); err != nil {
+		return o, f.Errorf("%w", err)
+	}
+	return o, nil
 }
 
 // LoadModel reads a model and its lattices from a file written by Model.Save or Trainer.Save. The
@@ -159,10 +194,16 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 		return nil, err
 	}
 
+	options, err := kasminaOptionsIn(f)
+	if err != nil {
+		return nil, err
+	}
+
 	m, err := buildModel(c, dt, nil)
 	if err != nil {
 		return nil, f.Errorf("%w", err)
 	}
+	m.KasminaOptions = options
 
 	for _, p := range m.Params {
 		if err := f.Parameter(ctx, p.Name, p.Value.Data()); err != nil {
@@ -242,7 +283,6 @@ func contentsIn(ctx context.Context, m *Model, f *modelfile.File,
 			}
 			m.Config.Grown = c.Grown // blueprints of other sizes can lead to the same blocks
 		} else {
-			c.KasminaOptions = m.Config.KasminaOptions
 			become(m, c, read)
 		}
 		install()

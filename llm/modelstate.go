@@ -269,10 +269,10 @@ func (m modelState) replace(values map[string]*tensor.Dense, names []string) mod
 }
 
 // valueGradsOf returns the parameters that learn, in the form that an optimizer's Declare takes.
-func valueGradsOf(c Config, params []Param) (all []gorgonia.ValueGrad) {
+func valueGradsOf(params []Param, learns func(name string) bool) (all []gorgonia.ValueGrad) {
 	g := gorgonia.NewGraph()
 	for _, p := range params {
-		if !c.Learns(p.Name) {
+		if !learns(p.Name) {
 			continue
 		}
 		all = append(all, gorgonia.NodeFromAny(g, p.Value, gorgonia.WithName(p.Name)))

@@ -58,7 +58,6 @@ func (m *Model) Plain() (*Model, error) {
 func (c Config) Plain() Config {
 	c.Kasmina, c.Seeds, c.Slots, c.SlotWidth, c.Depth, c.Grown = nil, 0, 0, 0, 0, nil
 	c.Weights, c.Streams, c.LoRAAlpha, c.Planted = nil, nil, 0, nil
-	c.Frozen, c.Directed, c.ZeroOutputs = false, false, false
-	c.KasminaOptions = KasminaOptions{}
+	c.ZeroOutputs = false
 	return c
 }

@@ -58,7 +58,7 @@ func (g *growth) asked() (p planting) {
 				p.gone = append(p.gone, at)
 			}
 			// A frozen host needs no snapshot: removing the blueprint restores it.
-			if stage.Grafted() && g.snapshots.find(at) < 0 && !g.triesOut() && !c.Frozen {
+			if stage.Grafted() && g.snapshots.find(at) < 0 && !g.triesOut() && !g.t.Config.Frozen {
 				p.grafts = append(p.grafts, at)
 			}
 		}
@@ -202,7 +202,7 @@ func (g *growth) settled(now modelState, p planting) (next modelState, growing g
 // graft or for directed blueprints, and otherwise only the ones to be merged.
 func (g *growth) needed(p planting) (modelState, error) {
 	c := g.t.Model.Config
-	if len(p.grafts) > 0 || c.Directed && len(p.plant) > 0 {
+	if len(p.grafts) > 0 || g.t.Config.Directed && len(p.plant) > 0 {
 		return g.t.driver.now()
 	}
 

@@ -258,6 +258,12 @@ func shared[T any](t *Trainer, what string, own T) (T, error) {
 	return all[0], nil
 }
 
+// A rankModel is what ranks compare of their models besides parameters and lattices.
+type rankModel struct {
+	Config
+	KasminaOptions KasminaOptions
+}
+
 // compare returns an error that names a rank with a different run than rank 0, and the differences.
 func (r *team) compare() error {
 	e := r.ranks()
@@ -266,9 +272,9 @@ func (r *team) compare() error {
 	}
 
 	err := pull(r.t.Model)
-	own := ranks.Stand[Config]{Step: r.t.last.Step, Steps: r.t.Config.Steps, Settings: r.t.settings(),
+	own := ranks.Stand[rankModel]{Step: r.t.last.Step, Steps: r.t.Config.Steps, Settings: r.t.settings(),
 		Loader: r.t.Loader.State(),
-		Config: r.t.Model.Config, Lattices: r.t.Model.Kasmina.Digest(),
+		Config: rankModel{r.t.Model.Config, r.t.Model.KasminaOptions}, Lattices: r.t.Model.Kasmina.Digest(),
 		Documents: r.t.Loader.KnowsDocuments()}
 	for _, p := range r.t.Model.Params {
 		own.Params = crc32.Update(own.Params, crc32.IEEETable, safetensors.Memory(p.Value.Data()))

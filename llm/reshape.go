@@ -141,7 +141,7 @@ func (g *growth) forgetCopies(order []int) error {
 		}
 
 		for _, p := range g.t.Model.Params {
-			if !strings.HasPrefix(p.Name, blockPrefix(i)) || !g.t.Model.Config.Learns(p.Name) {
+			if !strings.HasPrefix(p.Name, blockPrefix(i)) || !g.t.Config.Learns(p.Name) {
 				continue
 			}
 			if err := g.t.driver.engine.Forget(p.Name, 0, p.Value.Shape().TotalSize()); err != nil {

@@ -29,7 +29,7 @@ var ErrSettings = errors.New("checkpoint of a run with other settings")
 // Resume changes nothing and returns an error if the file is damaged, has another architecture
 // (ErrArchitecture), other data (data.ErrChanged) or other settings (ErrSettings), or is beyond
 // TrainConfig.Steps. The settings are the fields of TrainConfig that affect the result,
-// Config.KasminaOptions, the schedule, the optimizer and its options, the loader's seed, the tokenizer,
+// Model.KasminaOptions, the schedule, the optimizer and its options, the loader's seed, the tokenizer,
 // the engine, and how the run grows. Nothing changes either if ctx is done while the file is being read.
 //
 // If the engine cannot take the new state, the error says so. The model and the optimizer then have the
@@ -140,8 +140,6 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 		return nil, c, nil, err
 	}
 
-	options := c.KasminaOptions
-	c.KasminaOptions = t.Model.Config.KasminaOptions
 	if diff := settings.Fields(t.Model.Config.Origin(), c.Origin()); len(diff) > 0 {
 		return nil, c, nil, f.Errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
 	}
@@ -194,8 +192,12 @@ func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []
 	}
 
 	diff := t.settings().Differences(run.Settings, t.Config.Schedule)
-	for _, d := range settings.Fields(t.Model.Config.KasminaOptions, options) {
-		diff = append(diff, "Config.KasminaOptions."+d)
+	options, err := kasminaOptionsIn(f)
+	if err != nil {
+		return nil, c, nil, err
+	}
+	for _, d := range settings.Fields(t.Model.KasminaOptions, options) {
+		diff = append(diff, "Model.KasminaOptions."+d)
 	}
 
 	if t.growth.options != nil || r.newSettings { // otherwise Grow may still be called, and Run checks again
@@ -402,7 +404,7 @@ func (t *Trainer) settings() *settings.Settings {
 	c := t.Config
 	s := &settings.Settings{
 		Plain: settings.Plain{Batch: c.Batch, Accumulate: c.Accumulate, Clip: c.Clip,
-			Epoch: c.Epoch, Budget: c.Budget.String(), Seed: t.Loader.Config().Seed,
+			Epoch: c.Epoch, Frozen: c.Frozen, Directed: c.Directed, Budget: c.Budget.String(), Seed: t.Loader.Config().Seed,
 			Tokenizer: t.Loader.Tokenizer(),
 			Optimizer: fmt.Sprintf("%T", t.Optimizer), Engine: t.driver.engineName()},
 		Steps:  c.Steps,

@@ -61,9 +61,35 @@ func IsSeedParam(param string) bool {
 		strings.HasSuffix(param, "."+kasminaScales)
 }
 
-// Learns reports whether a parameter learns. In a frozen model only the parameters of blueprints do.
-func (c Config) Learns(param string) bool {
-	return !c.Frozen || strings.HasPrefix(param, seedsPrefix)
+// learns reports whether a parameter learns. If the model is frozen, only the parameters of planted
+// blueprints do.
+func learns(frozen bool, param string) bool {
+	return !frozen || strings.HasPrefix(param, seedsPrefix)
+}
+
+// Learns reports whether training with c changes a parameter.
+func (c TrainConfig) Learns(param string) bool { return learns(c.Frozen, param) }
+
+// checkFrozen returns an error if a model cannot be trained with the Frozen and Directed of c.
+func (c TrainConfig) checkFrozen(m Config) error {
+	if c.Frozen && (len(m.Weights)+len(m.Streams) == 0 || len(m.Kasmina) > 0 || m.Depth > 0) {
+		return fmt.Errorf("llm: TrainConfig.Frozen is set, and the model has %d seeds at Weights, %d in "+
+			"Streams, %d Kasmina layers and %d seeds in Depth: want seeds at Weights or in Streams alone", len(m.Weights), len(m.Streams), len(m.Kasmina), m.Depth)
+	}
+	if c.Directed && !c.Frozen {
+		return errors.New("llm: TrainConfig.Directed is set, and Frozen is not: want both")
+	}
+	return nil
+}
+
+// trainableIn returns the number of values that training with c changes.
+func trainableIn(m *Model, c TrainConfig) (n int) {
+	for _, p := range m.Params {
+		if c.Learns(p.Name) {
+			n += p.Value.Size()
+		}
+	}
+	return n
 }
 
 // seedPrefix returns the prefix of the names of a blueprint's parameters. It does not change when the
@@ -282,16 +308,6 @@ func (c Config) checkSites() error {
 	if !(c.LoRAAlpha >= 0) || math.IsInf(c.LoRAAlpha, 0) {
 		return fmt.Errorf("llm: Config.LoRAAlpha is %v, want a finite number above 0, or 0 for "+
 			"the rank", c.LoRAAlpha)
-	}
-
-	if c.Frozen && (len(c.Weights)+len(c.Streams) == 0 || len(c.Kasmina) > 0 || c.Depth > 0) {
-		return fmt.Errorf("llm: Config.Frozen is set, with %d seeds at Weights, %d in Streams, %d "+
-			"Kasmina layers and %d seeds in Depth: want seeds at Weights or in Streams "+
-			"alone", len(c.Weights), len(c.Streams), len(c.Kasmina), c.Depth)
-	}
-
-	if c.Directed && !c.Frozen {
-		return errors.New("llm: Config.Directed is set, and Frozen is not: want both")
 	}
 
 	for i, s := range c.Weights {

@@ -304,7 +304,7 @@ func (s *steering) obey(commands []state.Command) error {
 // have seeds, once, over the next batches, and then discards them and restores the loader's position.
 
 // errUnplanted is the error for a step of a frozen model without anything to train.
-var errUnplanted = errors.New("the model is frozen (Config.Frozen), and nothing is planted that " +
+var errUnplanted = errors.New("the model is frozen (TrainConfig.Frozen), and nothing is planted that " +
 	"could learn: plant with Trainer.Grow and a controller such as control.NewAdapters, or with " +
 	"Model.Kasmina.Do")
 
@@ -312,7 +312,7 @@ var errUnplanted = errors.New("the model is frozen (Config.Frozen), and nothing 
 // blueprint.
 func (g *growth) plantFirst() error {
 	c := g.t.Model.Config
-	if !c.Frozen || len(c.Planted) > 0 || g.options == nil || anyAwake(g.t.Model.Kasmina) {
+	if !g.t.Config.Frozen || len(c.Planted) > 0 || g.options == nil || anyAwake(g.t.Model.Kasmina) {
 		return nil
 	}
 
@@ -353,7 +353,7 @@ func (g *growth) listen() error {
 func (g *growth) hear() (m heardModel, err error) {
 	if g.t.team.ranks() != nil {
 		return m, errors.New("several ranks cannot listen to a frozen model: train it with one, or " +
-			"plant with Model.Kasmina.Do, without Config.Directed")
+			"plant with Model.Kasmina.Do, without TrainConfig.Directed")
 	}
 
 	c, build := g.t.Config, g.t.Config.Engine
@@ -375,7 +375,7 @@ func (g *growth) hear() (m heardModel, err error) {
 
 // directions returns the gradients that directed blueprints are initialized from.
 func (g *growth) directions(plant []Planted) (m heardModel, err error) {
-	if g.t.Model.Config.Directed && len(plant) > 0 {
+	if g.t.Config.Directed && len(plant) > 0 {
 		return g.hear()
 	}
 	return m, nil

@@ -41,6 +41,13 @@ type TrainConfig struct {
 	Epoch     int  // steps in an epoch of the Kasmina lattices; 0 means 10
 	Recompute bool // save memory by recomputing each block for its gradient
 
+	// Frozen restricts training to the blueprints planted at Config.Weights and in Config.Streams. The
+	// model's own parameters keep their bits until a blueprint is merged into them.
+	Frozen bool
+	// Directed initializes the rows of A in a LoRA with the right singular vectors of its weight's
+	// gradient that have the largest singular values, instead of random values. It requires Frozen.
+	Directed bool
+
 	// Budget, unless zero, stops the run after the step that exhausts it.
 	Budget Budget
 	// Annealing multiplies the learning rate of Schedule by a factor that depends on the spent share of
@@ -176,7 +183,7 @@ func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer,
 			"optim.NewAdamW returns")
 	}
 
-	if err := c.check(); err != nil {
+	if err := errors.Join(c.check(), c.checkFrozen(m.Config)); err != nil {
 		return nil, err
 	}
 
@@ -215,7 +222,7 @@ func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer,
 	join(m)
 	t.last = Event{Steps: c.Steps, Budget: c.Budget,
 		StepTokens: c.Batch * c.Accumulate * m.Config.Seq,
-		Params:     m.NumTrainable(), AllParams: m.NumParams(), Seeds: m.NumSeeds(),
+		Params:     trainableIn(m, c), AllParams: m.NumParams(), Seeds: m.NumSeeds(),
 		Lattices: m.Config.Lattices(),
 		Loss:     math.NaN(), ValLoss: math.NaN(), ValBPB: math.NaN()}
 	return t, nil
@@ -651,7 +658,7 @@ func (g *growth) settleGrowth() error {
 		return fmt.Errorf("llm: the trial of blueprints: %w", err)
 	}
 
-	if c := g.t.Model.Config; c.Frozen && len(c.Planted) == 0 {
+	if g.t.Config.Frozen && len(g.t.Model.Config.Planted) == 0 {
 		return fmt.Errorf("llm: Trainer.Run: %w", errUnplanted)
 	}
 

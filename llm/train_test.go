@@ -41,6 +41,9 @@ type trainerOptions struct {
 	clip       *float64 // nil for 1
 	dormant    bool     // all seeds stay dormant
 	lattice    []state.Option
+	kasmina    KasminaOptions
+	frozen     bool
+	directed   bool
 }
 
 func adamW() (optim.Optimizer, error) { return optim.NewAdamW(optim.WithLR(0.01)) }
@@ -67,6 +70,7 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 
 	m, err := NewModel(o.config, o.dt, 7, append(o.lattice, state.WithoutGates())...)
 	fail(err)
+	m.KasminaOptions = o.kasmina
 	for layer, l := range m.Kasmina.Lattices() {
 		if l.Site() != blueprints.Chunk || o.dormant {
 			continue
@@ -111,7 +115,8 @@ func newTrainer(t testing.TB, o trainerOptions) *Trainer {
 
 	trainer, err := NewTrainer(m, loader, optimizer, TrainConfig{Steps: o.steps, Batch: batch,
 		Accumulate: o.accumulate,
-		Schedule:   optim.Constant(optimizer.LR()), Clip: clip, Epoch: 3, Recompute: o.recompute})
+		Schedule:   optim.Constant(optimizer.LR()), Clip: clip, Epoch: 3, Recompute: o.recompute,
+		Frozen: o.frozen, Directed: o.directed})
 	fail(err)
 	t.Cleanup(func() { trainer.Close() })
 	return trainer

@@ -19,12 +19,14 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
+	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/control"
 )
@@ -793,13 +795,13 @@ func TestStopAndSave(t *testing.T) {
 	require.Equal(t, []int{5, 7, 20}, saved)
 }
 
-// frozen returns the tiny model without Kasmina layers, with weights that can only grow LoRA.
-func frozen(directed bool) Config {
+// frozen returns the options of a run that freezes the tiny model without Kasmina layers, whose weights can
+// only grow LoRA.
+func frozen(directed bool, steps int) trainerOptions {
 	c := tiny()
 	c.Kasmina, c.Seeds, c.Slots = nil, 0, 0
 	c.Weights = c.WeightSites("q", "k", "v", "o", "gate", "up", "down")
-	c.Frozen, c.Directed = true, directed
-	return c
+	return trainerOptions{config: c, steps: steps, frozen: true, directed: directed}
 }
 
 // hostBits returns a checksum of each of the model's own parameters.
@@ -822,7 +824,7 @@ func TestAdapters(t *testing.T) {
 			const steps = 12
 			dir := t.TempDir()
 			path := func(step int) string { return filepath.Join(dir, fmt.Sprint(step)) }
-			options := trainerOptions{config: frozen(where == control.Unhealthiest), steps: steps}
+			options := frozen(where == control.Unhealthiest, steps)
 			var record bytes.Buffer
 			growth := func() Growth {
 				a := control.NewAdapters(700)
@@ -884,7 +886,7 @@ func TestAdapters(t *testing.T) {
 // does not exceed it.
 func TestAdaptersBudget(t *testing.T) {
 	const budget = 500
-	tr := newTrainer(t, trainerOptions{config: frozen(true), steps: 1})
+	tr := newTrainer(t, frozen(true, 1))
 	require.NoError(t, tr.Grow(Growth{Controller: control.NewAdapters(budget)}))
 	host := tr.Model.NumParams()
 	require.NoError(t, tr.Run(context.Background()))
@@ -902,7 +904,7 @@ func TestAdaptersBudget(t *testing.T) {
 // TestFrozenAlone checks that a frozen model without blueprints reports that nothing can learn, and that
 // it learns after a blueprint has been planted by hand.
 func TestFrozenAlone(t *testing.T) {
-	tr := newTrainer(t, trainerOptions{config: frozen(false), steps: 2})
+	tr := newTrainer(t, frozen(false, 2))
 	require.ErrorContains(t, tr.Run(context.Background()), "nothing is planted")
 	layer := tr.Model.LayerAt(blueprints.Weight)
 	commands := []state.Command{germinate(3, blueprints.LoRA, 2), move(3, state.Training)}
@@ -914,15 +916,28 @@ func TestFrozenAlone(t *testing.T) {
 	require.NoError(t, tr.Run(context.Background()))
 	require.Len(t, tr.Model.Config.Planted, 1)
 
-	for want, change := range map[string]func(*Config){
-		"Config.Frozen is set":   func(c *Config) { c.Weights = nil },
-		"Config.Directed is set": func(c *Config) { c.Frozen = false },
-		"1 seeds in Depth":       func(c *Config) { c.Depth = 1 },
+	for want, change := range map[string]func(*trainerOptions){
+		"TrainConfig.Frozen is set":   func(o *trainerOptions) { o.config.Weights = nil },
+		"TrainConfig.Directed is set": func(o *trainerOptions) { o.frozen = false },
+		"1 seeds in Depth":            func(o *trainerOptions) { o.config.Depth = 1 },
 	} {
-		c := frozen(true)
-		change(&c)
-		require.ErrorContains(t, c.Check(), want)
+		o := frozen(true, 1)
+		change(&o)
+		m, err := NewModel(o.config, tensor.Float32, 1)
+		require.NoError(t, err)
+		_, err = NewTrainer(m, tr.Loader, tr.Optimizer, TrainConfig{Steps: 1, Batch: 3, Frozen: o.frozen,
+			Directed: o.directed, Schedule: optim.Constant(0.1)})
+		require.ErrorContains(t, err, want)
 	}
+
+	// A checkpoint of the run does not continue without freezing the model.
+	path := filepath.Join(t.TempDir(), "run.safetensors")
+	require.NoError(t, tr.Save(path))
+	thawed := frozen(false, 2)
+	thawed.frozen = false
+	err := newTrainer(t, thawed).Resume(t.Context(), path)
+	require.ErrorIs(t, err, ErrSettings)
+	require.ErrorContains(t, err, "Frozen is false here and true there")
 }
 
 // TestBudgets checks that a controller is refused if its budget fits no blueprint, its sizes fit no
@@ -960,12 +975,12 @@ func TestBudgets(t *testing.T) {
 		"nothing": {stream, heuristic(func(h *control.Heuristic) { h.MaxActive = 0 }), ""},
 		"chunks": {tiny(), heuristic(func(h *control.Heuristic) { h.MaxParameters = 4 }),
 			"MaxParameters is 4, and the smallest possible blueprint has 5"},
-		"adapters": {frozen(true), adapters(23, 4, control.Unhealthiest),
+		"adapters": {frozen(true, 1).config, adapters(23, 4, control.Unhealthiest),
 			"MaxParameters is 23, and the smallest possible blueprint has 24"},
-		"adapters, enough": {frozen(true), adapters(24, 4, control.Unhealthiest), ""},
-		"adapters at random": {frozen(true), adapters(24, 4, control.AtRandom),
+		"adapters, enough": {frozen(true, 1).config, adapters(24, 4, control.Unhealthiest), ""},
+		"adapters at random": {frozen(true, 1).config, adapters(24, 4, control.AtRandom),
 			"the smallest possible blueprint has 96"},
-		"adapters of a high rank": {frozen(true), adapters(1e6, 17, control.AllAtOnce),
+		"adapters of a high rank": {frozen(true, 1).config, adapters(1e6, 17, control.AllAtOnce),
 			"no blueprint of its size fits any of the 14 seeds: lower its Rank, 17"},
 	} {
 		tr := newTrainer(t, trainerOptions{config: c.config, steps: 1000})

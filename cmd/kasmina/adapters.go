@@ -55,13 +55,13 @@ func (a *adapters) check() error {
 	return nil
 }
 
-// config freezes the weights of a model and adds a seed to each of its linear layers.
-func (a *adapters) config(c *llm.Config) {
+// config adds a seed to each of a model's linear layers, and freezes the weights.
+func (a *adapters) config(c *llm.Config, t *llm.TrainConfig) {
 	if a.where == "" {
 		return
 	}
 	c.Weights = c.WeightSites(adapterLayers...)
-	c.Frozen, c.Directed = true, a.directed || a.where == "grow"
+	t.Frozen, t.Directed = true, a.directed || a.where == "grow"
 }
 
 // grow makes a trainer plant adapters.

@@ -186,7 +186,7 @@ func (o *trainOptions) describe(w io.Writer, config llm.Config) error {
 
 	moments := optim.MomentBytes(optimizer, func(yield func(string, []int) bool) {
 		for name, shape := range config.Parameters() {
-			if config.Learns(name) && !yield(name, shape) {
+			if o.train.Learns(name) && !yield(name, shape) {
 				return
 			}
 		}

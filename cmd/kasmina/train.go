@@ -430,7 +430,7 @@ func (o *trainOptions) trainer(c *cobra.Command, from origin, on machines,
 		if o.grow > 0 {
 			c.Depth = 1
 		}
-		o.adapters.config(c)
+		o.adapters.config(c, &o.train)
 	}, o.lattices()...)
 	if err != nil {
 		return nil, err

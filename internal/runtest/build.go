@@ -148,8 +148,13 @@ func (c Case) newModel() (*llm.Model, error) {
 	}
 
 	m, err := llm.NewModel(c.Model.Default(), dt, c.Seed, c.Lattices.options()...)
-	if err != nil || c.Model.Depth == 0 || c.Lattices.Gated > 0 {
-		return m, err
+	if err != nil {
+		return nil, err
+	}
+
+	m.KasminaOptions = c.Kasmina
+	if c.Model.Depth == 0 || c.Lattices.Gated > 0 {
+		return m, nil
 	}
 
 	// The lattice of depth always has gates. Without them, orders could take a seed through its whole
@@ -210,7 +215,7 @@ func (c Case) newOptimizer(in *injector) (optim.Optimizer, error) {
 func (c Case) config() (llm.TrainConfig, error) {
 	t := c.Train
 	tc := llm.TrainConfig{Steps: t.Steps, Batch: t.Batch, Accumulate: t.Accumulate, Clip: t.Clip,
-		Epoch: t.Epoch, Recompute: t.Recompute, Schedule: optim.Constant(c.Optimizer.LR),
+		Epoch: t.Epoch, Recompute: t.Recompute, Frozen: t.Frozen, Directed: t.Directed, Schedule: optim.Constant(c.Optimizer.LR),
 		Notes: map[string]string{"case": fmt.Sprint(c.Seed)}}
 	var err error
 	if t.Cosine {
@@ -369,7 +374,7 @@ func (c Case) growthOf(in *injector, refused func(state.Command, error), record 
 	case "adapters":
 		a := control.NewAdapters(200)
 		a.Rank = 3
-		if !c.Model.Directed && c.Seed%2 == 0 {
+		if !c.Train.Directed && c.Seed%2 == 0 {
 			a.Where = control.AllAtOnce
 		}
 		g.Controller = a

@@ -30,15 +30,16 @@ import (
 // Case describes a run and the properties to check. Its JSON form allows a case to be repeated even
 // after the generator has changed.
 type Case struct {
-	Seed      uint64     `json:"seed"` // for the parameters, the text and the order of the data
-	Model     llm.Config `json:"model"`
-	Float64   bool       `json:"float64,omitempty"`
-	Lattices  Lattices   `json:"lattices,omitzero"`
-	Train     Train      `json:"train"`
-	Optimizer Optimizer  `json:"optimizer"`
-	Text      Text       `json:"text"`
-	Growth    *Growth    `json:"growth,omitempty"`
-	Orders    []Order    `json:"orders,omitempty"`
+	Seed      uint64             `json:"seed"` // for the parameters, the text and the order of the data
+	Model     llm.Config         `json:"model"`
+	Float64   bool               `json:"float64,omitempty"`
+	Kasmina   llm.KasminaOptions `json:"kasmina,omitzero"`
+	Lattices  Lattices           `json:"lattices,omitzero"`
+	Train     Train              `json:"train"`
+	Optimizer Optimizer          `json:"optimizer"`
+	Text      Text               `json:"text"`
+	Growth    *Growth            `json:"growth,omitempty"`
+	Orders    []Order            `json:"orders,omitempty"`
 
 	// Checkpoint describes the checkpoint that the run writes, or is nil for none.
 	Checkpoint *Checkpoint `json:"checkpoint,omitempty"`
@@ -69,6 +70,8 @@ type Train struct {
 	Clip       float64 `json:"clip,omitempty"`
 	Epoch      int     `json:"epoch"`
 	Recompute  bool    `json:"recompute,omitempty"`
+	Frozen     bool    `json:"frozen,omitempty"`
+	Directed   bool    `json:"directed,omitempty"`
 	Budget     string  `json:"budget,omitempty"` // "tokens" or "flops", instead of a number of steps
 	Anneal     bool    `json:"anneal,omitempty"`
 	Cosine     bool    `json:"cosine,omitempty"`  // schedule with warmup
@@ -218,13 +221,13 @@ func (c Case) Features() (all []string) {
 	add(len(m.Blocks) > 0, "windows")
 	add(m.Documents, "documents")
 	add(m.ZeroOutputs, "outputs that start at 0")
-	add(m.Frozen, "frozen host")
-	add(m.Directed, "directed LoRA")
+	add(t.Frozen, "frozen host")
+	add(t.Directed, "directed LoRA")
 	add(len(m.Kasmina) > 0, "site: chunks")
 	add(len(m.Weights) > 0, "site: weights")
 	add(len(m.Streams) > 0, "site: stream")
 	add(m.Depth > 0, "site: depth")
-	add(m.KasminaOptions != llm.KasminaOptions{}, "options of Kasmina layers")
+	add(c.Kasmina != llm.KasminaOptions{}, "options of Kasmina layers")
 	add(c.Lattices.Gated > 0, "gates")
 	add(c.Lattices.Noise > 0, "noise of α")
 	add(c.Lattices.Telemetry != state.Telemetry{}, "other telemetry")

@@ -425,11 +425,11 @@ func (k *checker) ranks() {
 
 // onRanks returns the case for several ranks, or nil if it cannot run on them.
 func (k *checker) onRanks() *Case {
-	if k.Ranks == 0 || k.machine.Ranks == nil || k.Model.Frozen && k.Growth != nil {
+	if k.Ranks == 0 || k.machine.Ranks == nil || k.Train.Frozen && k.Growth != nil {
 		return nil
 	}
 
-	o := k.Model.KasminaOptions
+	o := k.Kasmina
 	if k.Train.Accumulate > 1 && (o.Stability != 0 || o.AdaptiveClip > 0) {
 		return nil // documented to compute different bits
 	}

@@ -144,7 +144,7 @@ func (g *generator) seeds() {
 			}
 			c.SlotWidth = max(c.SlotWidth, c.Dim/c.Seeds)
 			if g.chance(4) {
-				c.KasminaOptions = pick(g, llm.KasminaOptions{Stability: op.Strict},
+				g.Kasmina = pick(g, llm.KasminaOptions{Stability: op.Strict},
 					llm.KasminaOptions{GradClip: 0.05}, llm.KasminaOptions{AdaptiveClip: 2},
 					llm.KasminaOptions{StopOnNonFinite: true})
 			}
@@ -181,8 +181,8 @@ func (g *generator) seeds() {
 
 	c.Blocks = c.Blocks[:min(len(c.Blocks), c.Layers)]
 	if len(c.Weights) > 0 && len(c.Kasmina)+c.Depth == 0 && g.chance(3) {
-		c.Frozen = true
-		c.Directed = g.limits.Listening && g.chance(3)
+		g.Train.Frozen = true
+		g.Train.Directed = g.limits.Listening && g.chance(3)
 	}
 
 	l := &g.Lattices
@@ -220,7 +220,7 @@ func (g *generator) growth() {
 		Every: pick(g, 1, 1, 2), Governed: g.chance(10)}
 	by.Validation = judged || g.chance(2)
 	switch {
-	case g.Model.Frozen && g.chance(2):
+	case g.Train.Frozen && g.chance(2):
 		by.Controller = "adapters"
 		by.Validation = g.chance(2)
 	case g.Model.Depth > 0 && g.chance(5):
@@ -240,7 +240,7 @@ func (g *generator) growth() {
 	}
 
 	g.Growth = by
-	if g.Model.Frozen || g.chance(3) {
+	if g.Train.Frozen || g.chance(3) {
 		// Add orders that compete with the controller. The controller will refuse several.
 		g.Orders = g.lives(sites, g.Train.Steps, 0, true)
 	}

@@ -627,7 +627,7 @@ func (f *frozen) look(r *rig) {
 		}
 	}
 
-	if m.Config.Frozen {
+	if r.Train.Frozen {
 		for _, p := range m.Params {
 			if !llm.IsSeedParam(p.Name) {
 				note(p.Name, "the host is frozen")
@@ -675,7 +675,7 @@ func (r *rig) pull() bool {
 // check compares parameters with the values that look recorded. It does nothing if a seed has changed its
 // stage since, because its parameters may have changed on purpose.
 func (f *frozen) check(r *rig) {
-	if len(r.moves) != f.moves && !r.tr.Model.Config.Frozen || len(f.params) == 0 || !r.pull() {
+	if len(r.moves) != f.moves && !r.Train.Frozen || len(f.params) == 0 || !r.pull() {
 		return
 	}
 	for name, before := range f.params {

@@ -84,14 +84,15 @@ func simpler(c Case) (all []Case) {
 	}
 
 	add(func(c *Case) { c.Lattices = Lattices{} })
+	add(func(c *Case) { c.Kasmina = llm.KasminaOptions{} })
+	add(func(c *Case) { c.Model.Weights, c.Train.Frozen, c.Train.Directed = nil, false, false })
+	add(func(c *Case) { c.Train.Frozen, c.Train.Directed = false, false })
+	add(func(c *Case) { c.Train.Directed = false })
 	for _, change := range []func(*llm.Config){
 		func(c *llm.Config) { c.Kasmina, c.Seeds, c.SlotWidth = nil, 0, 0 },
-		func(c *llm.Config) { c.Weights, c.Frozen, c.Directed = nil, false, false },
+		func(c *llm.Config) { c.Weights = nil },
 		func(c *llm.Config) { c.Streams = nil },
 		func(c *llm.Config) { c.Depth = 0 },
-		func(c *llm.Config) { c.KasminaOptions = llm.KasminaOptions{} },
-		func(c *llm.Config) { c.Frozen = false },
-		func(c *llm.Config) { c.Directed = false },
 		func(c *llm.Config) { c.Traits = llm.Traits{} },
 		func(c *llm.Config) { c.Documents, c.ZeroOutputs = false, false },
 		func(c *llm.Config) { c.Untied = false },

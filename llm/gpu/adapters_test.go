@@ -20,8 +20,8 @@ func adapters(t *testing.T, device *cudaops.Device, p cudaops.Precision, growth 
 	save string) (losses []float64, record string, params map[string][]float32) {
 	t.Helper()
 	c := siteModel()
-	c.Streams, c.Frozen, c.Directed = nil, true, true
-	tr := siteTrainer(t, device, p, c, 12, 4)
+	c.Streams = nil
+	tr := trainerOf(t, device, p, c, llm.TrainConfig{Steps: 12, Batch: 4, Frozen: true, Directed: true})
 	var lines bytes.Buffer
 	growth.Record = &lines
 	if growth.Replay == nil {

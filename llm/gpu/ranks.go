@@ -128,7 +128,7 @@ func newRanked(device *cudaops.Device, precision cudaops.Precision, team *parall
 // checkRanked returns an error for options that several ranks do not support.
 func checkRanked(precision cudaops.Precision, team *parallel.Team, m *llm.Model,
 	c llm.TrainConfig) error {
-	k := m.Config.KasminaOptions
+	k := m.KasminaOptions
 	switch {
 	case precision == cudaops.Float16:
 		return errors.New("float16 supports only a single GPU: use bf16, which needs no loss scale")

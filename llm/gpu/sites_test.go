@@ -59,13 +59,19 @@ func siteModel() llm.Config {
 func siteTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision, c llm.Config, steps,
 	batch int, keeps ...bool) *llm.Trainer {
 	t.Helper()
+	return trainerOf(t, device, p, c, llm.TrainConfig{Steps: steps, Batch: batch}, keeps...)
+}
+
+// trainerOf completes the configuration of a trainer of a new model.
+func trainerOf(t *testing.T, device *cudaops.Device, p cudaops.Precision, c llm.Config,
+	config llm.TrainConfig, keeps ...bool) *llm.Trainer {
+	t.Helper()
 	m := must[*llm.Model](t)(llm.NewModel(c, tensor.Float32, 3, state.WithoutGates()))
 	loader := must[*data.Loader](t)(data.NewLoader(newRandomTokens(1<<16, c.Vocab),
-		data.LoaderConfig{Batch: batch, Seq: c.Seq, Seed: 1}))
+		data.LoaderConfig{Batch: config.Batch, Seq: c.Seq, Seed: 1}))
 	o := must[*optim.AdamW](t)(optim.NewAdamW(optim.WithGroup(optim.NameContains("kasmina"),
 		optim.Decay(0))))
-	config := llm.TrainConfig{Steps: steps, Batch: batch, Clip: 1,
-		Schedule: optim.Constant(1e-3)}
+	config.Clip, config.Schedule = 1, optim.Constant(1e-3)
 	if device != nil {
 		config.Engine = gpu.Engine(device, p)
 	}

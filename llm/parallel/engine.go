@@ -143,7 +143,7 @@ func (e *engine) Name() string {
 	if gemm.RoundsToBFloat16() {
 		name = "cpu bf16"
 	}
-	if k := e.Model.Config.KasminaOptions; e.config.Accumulate > 1 &&
+	if k := e.Model.KasminaOptions; e.config.Accumulate > 1 &&
 		(k.Stability == op.Strict || k.AdaptiveClip > 0) {
 		name += ", batches side by side"
 	}

@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Adapters is a controller for frozen models (llm.Config.Frozen) with lattices made
+// Adapters is a controller for frozen models (llm.TrainConfig.Frozen) with lattices made
 // state.WithoutGates. Before the first step it plants LoRA blueprints at weights, within a budget
 // of parameters, and moves them to FineTuning at once, where they learn blended in. This does not
 // disturb the model, because a LoRA adds nothing initially. Adapters makes no further decisions:

@@ -13,7 +13,7 @@ import (
 // for blocks and a [Heuristic] for all other seeds. They see the same reports and are asked in
 // order. If two command the same seed, the commands of the later one are normally refused.
 //
-// An [Adapters], which serves models with Config.Frozen, must be used alone, because a combined
+// An [Adapters], which serves runs with TrainConfig.Frozen, must be used alone, because a combined
 // controller does not pass the gradients on to it.
 func Together(all ...state.Controller) state.Controller {
 	return together(slices.Clone(all))

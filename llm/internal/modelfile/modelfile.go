@@ -38,17 +38,19 @@ const (
 
 	ConfigKey   = "kasmina.config"
 	TrainingKey = "kasmina.training"
+	OptionsKey  = "kasmina.options" // of the Kasmina layers
 	NotesKey    = "kasmina.notes"
 	PartKey     = "kasmina.part." // followed by a part's name
 )
 
 // Limits of the JSON in a file's metadata, in bytes. Decoded JSON takes up to forty times the memory.
 const (
-	MaxConfig = 512 << 10 // a configuration with the maximum number of Kasmina layers takes less
-	MaxNotes  = 256 << 10 // the options of a program take some hundred bytes
-	MaxRun    = 64 << 10  // the state of a run; its schedule takes some hundred bytes
-	MaxPart   = 512 << 10 // the values of a part; growth stores configurations there
-	MaxRule   = 1 << 10   // settings of the optimizer, for each parameter
+	MaxConfig  = 512 << 10 // a configuration with the maximum number of Kasmina layers takes less
+	MaxOptions = 4 << 10   // the options of the Kasmina layers
+	MaxNotes   = 256 << 10 // the options of a program take some hundred bytes
+	MaxRun     = 64 << 10  // the state of a run; its schedule takes some hundred bytes
+	MaxPart    = 512 << 10 // the values of a part; growth stores configurations there
+	MaxRule    = 1 << 10   // settings of the optimizer, for each parameter
 )
 
 // Limits of the other data of a model, in bytes. They are far above the actual sizes.

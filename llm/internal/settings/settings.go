@@ -47,6 +47,8 @@ type Plain struct {
 	Clip       float64 `json:"clip"`
 	Epoch      int     `json:"epoch"`
 	Seed       uint64  `json:"seed"` // of the loader
+	Frozen     bool    `json:"frozen,omitempty"`
+	Directed   bool    `json:"directed,omitempty"`
 	Tokenizer  string  `json:"tokenizer"`
 	Optimizer  string  `json:"optimizer"`
 	Budget     string  `json:"budget,omitempty"`
