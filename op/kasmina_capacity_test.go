@@ -169,7 +169,7 @@ func TestKasminaCapacityNaN(t *testing.T) {
 		k := newWideLayer(t, r, tensor.Float64, 3, 2, 20, l)
 		k.weights[20], k.scale = math.NaN(), []float64{0, 0}
 		if y := k.forward(); !slices.ContainsFunc(y, math.IsNaN) {
-			t.Errorf("%s: a weight that is NaN does not show behind a scale of 0", kind)
+			t.Errorf("%s: a weight that is NaN does not show with a scale of 0", kind)
 		}
 	}
 }

@@ -72,12 +72,12 @@ func (g *group) word(of comm.Ptr, slot, rank, kind int) comm.Ptr {
 // wordCount returns the number of words of a rank.
 func (g *group) wordCount() int { return slots * g.Size() * wordKinds }
 
-// New returns a group with direct routes on top of the group of, if all ranks run on one host and
-// their GPUs can access each other's memory. Otherwise it returns of itself and the reason. All
+// New returns a group with direct routes on top of the group base, if all ranks run on one host and
+// their GPUs can access each other's memory. Otherwise it returns base itself and the reason. All
 // ranks must call New, and all get the same kind of group.
-func New(ctx context.Context, w *comm.World, d Device, of comm.Group) (g comm.Group, why error,
+func New(ctx context.Context, w *comm.World, d Device, base comm.Group) (g comm.Group, why error,
 	err error) {
-	if ctx == nil || w == nil || d == nil || of == nil {
+	if ctx == nil || w == nil || d == nil || base == nil {
 		return nil, nil, errors.New("direct: New: the context, the world, the device or the group " +
 			"is nil")
 	}
@@ -85,13 +85,13 @@ func New(ctx context.Context, w *comm.World, d Device, of comm.Group) (g comm.Gr
 		return nil, nil, err
 	}
 	api, why := load()
-	return newGroup(ctx, w, d, of, api, why)
+	return newGroup(ctx, w, d, base, api, why)
 }
 
 // newGroup implements New. why is nil if this rank can provide direct routes.
-func newGroup(ctx context.Context, w *comm.World, d Device, of comm.Group, api memory,
+func newGroup(ctx context.Context, w *comm.World, d Device, base comm.Group, api memory,
 	why error) (comm.Group, error, error) {
-	g := &group{Group: of, world: w, device: d, api: api,
+	g := &group{Group: base, world: w, device: d, api: api,
 		imported: map[imported]*mapping{}, stop: make(chan struct{})}
 	if why == nil && w.Place().LocalSize != w.Size() {
 		why = errors.New("direct: the ranks are on several hosts")
@@ -122,7 +122,7 @@ func newGroup(ctx context.Context, w *comm.World, d Device, of comm.Group, api m
 	}
 
 	if why = firstOf(all); why != nil {
-		return of, why, g.shut()
+		return base, why, g.shut()
 	}
 
 	return g, nil, nil

@@ -80,7 +80,7 @@ func TestOpenFollowsALinkThatIsNamed(t *testing.T) {
 		t.Skipf("this system makes no symbolic links: %v", err)
 	}
 	if got := mustOpen(t, link).Train.Size(); got != 475 {
-		t.Errorf("%d bytes to train on behind the link, want 475", got)
+		t.Errorf("%d bytes to train on through the link, want 475", got)
 	}
 }
 
@@ -211,7 +211,7 @@ func TestTextReadAt(t *testing.T) {
 	}
 
 	if n, err := text.ReadAt(make([]byte, 5), text.Size()+7); n != 0 || err != io.EOF {
-		t.Errorf("reading behind the end gives %d, %v, want 0, EOF", n, err)
+		t.Errorf("reading past the end gives %d, %v, want 0, EOF", n, err)
 	}
 
 	if _, err := text.ReadAt(make([]byte, 5), -1); err == nil {
@@ -423,11 +423,11 @@ func TestSampleDocuments(t *testing.T) {
 				document++
 			}
 			if end := text.ends[document]; int64(at+len(d)) > end {
-				t.Errorf("SampleDocuments(%d): piece %d goes on %d bytes beyond a document", limit,
+				t.Errorf("SampleDocuments(%d): piece %d extends %d bytes beyond a document", limit,
 					i, int64(at+len(d))-end)
 			}
 			if i > 0 && !starts && at == last {
-				t.Errorf("SampleDocuments(%d): piece %d goes on where the one before ends", limit,
+				t.Errorf("SampleDocuments(%d): piece %d continues where the previous one ends", limit,
 					i)
 			}
 			last = at + len(d)

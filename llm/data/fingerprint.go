@@ -43,7 +43,7 @@ type fingerprinted struct {
 // called if the fingerprint is known already. An error of progress ends the work. Fingerprint also
 // returns an error if a file cannot be read or has changed (ErrChanged), or if ctx ends. It is safe
 // for concurrent use.
-func (t *Text) Fingerprint(ctx context.Context, progress func(bytes, of int64) error) (
+func (t *Text) Fingerprint(ctx context.Context, progress func(bytes, total int64) error) (
 	string, error) {
 	if ctx == nil {
 		return "", fmt.Errorf("data: Text.Fingerprint: %w", errNoContext)
@@ -81,7 +81,7 @@ func (t *Text) Fingerprint(ctx context.Context, progress func(bytes, of int64) e
 }
 
 // hash computes the fingerprint from the text.
-func (t *Text) hash(ctx context.Context, progress func(bytes, of int64) error) (string, error) {
+func (t *Text) hash(ctx context.Context, progress func(bytes, total int64) error) (string, error) {
 	type piece struct {
 		at, size int64
 		sum      [sha256.Size]byte

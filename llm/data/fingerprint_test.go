@@ -73,9 +73,9 @@ func TestFingerprintProgress(t *testing.T) {
 	enough, last := errors.New("enough"), int64(0)
 	_, err := text.Fingerprint(t.Context(), func(int64, int64) error { return enough })
 	require.ErrorIs(t, err, enough)
-	value, err := text.Fingerprint(t.Context(), func(done, of int64) error {
+	value, err := text.Fingerprint(t.Context(), func(done, total int64) error {
 		require.Greater(t, done, last)
-		require.Equal(t, text.Size(), of)
+		require.Equal(t, text.Size(), total)
 		last = done
 		return nil
 	})

@@ -383,7 +383,7 @@ func TestTokenizeWithLongerTokens(t *testing.T) {
 	}
 
 	if tokens.Fingerprint() == printOf(t, text) {
-		t.Error("the fingerprint does not tell tokenizers apart")
+		t.Error("the fingerprint does not distinguish tokenizers")
 	}
 
 	_, err = Tokenize(t.Context(), text, pairs{300})

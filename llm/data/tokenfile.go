@@ -73,7 +73,7 @@ func newTokenHeader(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (t
 // [WriteTokens]. It returns an error for a damaged file or a file of another kind, and does not overwrite
 // it.
 func CacheTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer,
-	progress func(bytes, of int64) error) (*TokenFile, error) {
+	progress func(bytes, total int64) error) (*TokenFile, error) {
 	t, err := OpenTokens(ctx, path, text, tok)
 	if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, ErrChanged) {
 		return t, err
@@ -269,7 +269,7 @@ func (t *TokenFile) Close() error { return t.f.Close() }
 // If progress is not nil, it is called with the number of bytes encoded so far and the total. An
 // error of progress ends the work, and so does the end of ctx.
 func WriteTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer,
-	progress func(bytes, of int64) error) error {
+	progress func(bytes, total int64) error) error {
 	if ctx == nil {
 		return fmt.Errorf("data: WriteTokens: %w", errNoContext)
 	}

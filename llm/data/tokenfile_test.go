@@ -146,9 +146,9 @@ func TestTokenFileIsTheSameOnAnyNumberOfCores(t *testing.T) {
 		func() {
 			defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(cores))
 			var last int64
-			err := WriteTokens(t.Context(), path, text, bpe, func(done, of int64) error {
-				if done <= last || done > of || of != text.Size() {
-					t.Errorf("progress(%d, %d) after %d", done, of, last)
+			err := WriteTokens(t.Context(), path, text, bpe, func(done, total int64) error {
+				if done <= last || done > total || total != text.Size() {
+					t.Errorf("progress(%d, %d) after %d", done, total, last)
 				}
 				last = done
 				return nil
@@ -236,7 +236,7 @@ func TestTokenFileRefusesStaleTokens(t *testing.T) {
 		f := mustCache(t, path, text, wide{})
 		want, err := newTokenHeader(t.Context(), text, wide{})
 		if err != nil || f.Fingerprint() != want.Fingerprint || f.Len() == 0 {
-			t.Errorf("%s: the tokens were not made anew", c.name)
+			t.Errorf("%s: the tokens were not written again", c.name)
 		}
 
 		called := false

@@ -23,7 +23,7 @@ type LoadOption func(*loading)
 
 type loading struct {
 	change   func(*llm.Config)
-	progress func(done, of int64)
+	progress func(done, total int64)
 	lattice  []state.Option
 }
 
@@ -36,7 +36,7 @@ func WithConfig(change func(*llm.Config), lattice ...state.Option) LoadOption {
 
 // WithProgress makes Load call f whenever bytes of the weights have been read. Several goroutines may
 // call f at once.
-func WithProgress(f func(done, of int64)) LoadOption {
+func WithProgress(f func(done, total int64)) LoadOption {
 	return func(l *loading) { l.progress = f }
 }
 

@@ -42,7 +42,7 @@ type saving struct {
 	dtype    safetensors.DType
 	shard    int64
 	files    map[string][]byte
-	progress func(done, of int64)
+	progress func(done, total int64)
 	err      error
 }
 
@@ -87,7 +87,7 @@ func WithFile(name string, content []byte) SaveOption {
 func WithTokenizer(path string) SaveOption { return func(s *saving) { s.tokens = path } }
 
 // WithSaveProgress makes SavePretrained call f whenever bytes of the weights have been written.
-func WithSaveProgress(f func(done, of int64)) SaveOption {
+func WithSaveProgress(f func(done, total int64)) SaveOption {
 	return func(s *saving) { s.progress = f }
 }
 

@@ -380,7 +380,7 @@ type Text interface {
 // vocabulary in the file is larger than vocab. A smaller vocabulary is accepted, because training ends
 // early if a text has too few pairs. Canceling the context ends the training.
 func LoadOrTrainBPE(ctx context.Context, path string, text Text, vocab, sample int,
-	progress func(merges, of int) error) (*BPE, error) {
+	progress func(merges, total int) error) (*BPE, error) {
 	if ctx == nil {
 		return nil, errors.New("tokenizer: LoadOrTrainBPE: the context must not be nil")
 	}

@@ -129,9 +129,9 @@ func TestTrainBPEIsDeterministic(t *testing.T) {
 	require.Equal(t, 1000, want.VocabSize())
 	calls := 0
 	got, err := TrainBPE(t.Context(), iotest.HalfReader(bytes.NewReader(text)), 1000,
-		func(merges, of int) error {
+		func(merges, total int) error {
 			calls++
-			require.Equal(t, []int{calls, 743}, []int{merges, of})
+			require.Equal(t, []int{calls, 743}, []int{merges, total})
 			return nil
 		})
 

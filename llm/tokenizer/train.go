@@ -20,7 +20,7 @@ import (
 // TrainBPE calls progress after each merge, unless it is nil. An error from progress or a canceled
 // context ends the training.
 func TrainBPE(ctx context.Context, text io.Reader, vocab int,
-	progress func(merges, of int) error) (*BPE, error) {
+	progress func(merges, total int) error) (*BPE, error) {
 	if ctx == nil {
 		return nil, errors.New("tokenizer: TrainBPE: the context must not be nil")
 	}
@@ -52,7 +52,7 @@ func TrainBPE(ctx context.Context, text io.Reader, vocab int,
 // 256+i. A piece must not depend on more than the following 64 KiB. Package hf has the divisions of
 // published models.
 func Merges(ctx context.Context, text io.Reader, vocab int, next func(text []byte) int,
-	progress func(merges, of int) error) ([][2]int, error) {
+	progress func(merges, total int) error) ([][2]int, error) {
 	switch {
 	case ctx == nil:
 		return nil, errors.New("tokenizer: Merges: the context must not be nil")
@@ -84,7 +84,7 @@ type cutter struct {
 }
 
 func findMerges(ctx context.Context, text io.Reader, vocab int, cut cutter,
-	progress func(merges, of int) error) ([]pair, error) {
+	progress func(merges, total int) error) ([]pair, error) {
 	t, err := newBPETrainer(ctx, text, cut)
 	if err != nil {
 		return nil, err

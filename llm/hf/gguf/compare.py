@@ -1,10 +1,12 @@
-"""Compares files of package gguf with what llama.cpp makes of them.
+"""Checks that llama.cpp computes the right results with the files of package gguf.
 
-Makes small models with the tokenizer of ../testdata/tiny, which kasmina trains on a text so that their
-logits have gaps, and wants llama.cpp to continue a text from their files as transformers does from
-the weights as the file has them: rounded to its type. llama.cpp multiplies quantized weights with
-activations that it quantizes too, and those of bfloat16 with such activations. So its logits are off.
-Where its text is another one, the likelier token must be likelier by less than they are off there.
+The script creates small models with the tokenizer of ../testdata/tiny and trains them with kasmina, so
+that their logits have gaps. It then checks that llama.cpp continues a text from their files in the same
+way as transformers does with weights rounded to the type of the file.
+
+llama.cpp quantizes the activations too when it multiplies them with quantized weights, and rounds them
+to bfloat16 for bfloat16 weights, so its logits have errors. If the texts differ at a token, the gap
+between the two tokens' logits must be smaller than the error there.
 
 Needs transformers and llama-cpp-python:
 
@@ -56,7 +58,7 @@ def run(*args):
 
 
 def as_kept(x, kind, t):
-    """A weight as a file of a kind has it, whose tensors have the types t."""
+    """Returns a weight rounded as in a file of the given kind. t holds the types of the file's tensors."""
     if x.dim() < 2 or t == gguf.GGMLQuantizationType.F32:
         return x
     if kind == "q8_0":
@@ -66,8 +68,8 @@ def as_kept(x, kind, t):
 
 
 def compare(model, llama, prompt):
-    """How many tokens are the same; and behind them the gap of two logits, and how far the logits
-    are off on average and at those two."""
+    """Returns the number of equal tokens, the gap between the two logits at the first different one,
+    and the error of the logits on average and at these two tokens."""
     llama.reset()
     llama.eval(prompt)
     ids = list(prompt)

@@ -93,7 +93,7 @@ var architectures = map[string]architecture{
 // the file first, Save does not touch it and returns an error that wraps fs.ErrExist. Unless progress is
 // nil, Save calls it with the number of tensor bytes written so far.
 func Save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
-	progress func(done, of int64)) error {
+	progress func(done, total int64)) error {
 	if err := save(ctx, path, f, m, t, progress); err != nil {
 		return fmt.Errorf("gguf: %w", err)
 	}
@@ -129,7 +129,7 @@ func Check(f *hf.Folder, c llm.Config, t Type) error {
 }
 
 func save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
-	progress func(done, of int64)) error {
+	progress func(done, total int64)) error {
 	switch _, known := fileTypes[t]; {
 	case ctx == nil:
 		return errors.New("the context is nil, want one such as context.Background()")
@@ -165,7 +165,7 @@ func save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 }
 
 func write(ctx context.Context, file io.Writer, fields *fields, tensors []source,
-	progress func(done, of int64)) error {
+	progress func(done, total int64)) error {
 	head := []byte("GGUF")
 	head = binary.LittleEndian.AppendUint32(head, version)
 	head = binary.LittleEndian.AppendUint64(head, uint64(len(tensors)))

@@ -147,9 +147,9 @@ func TestSave(t *testing.T) {
 		require.NoError(t, err)
 		path := filepath.Join(t.TempDir(), "x", "m.gguf")
 		var seen, total int64
-		require.NoError(t, Save(t.Context(), path, f, m, kind, func(done, of int64) {
+		require.NoError(t, Save(t.Context(), path, f, m, kind, func(done, size int64) {
 			require.Greater(t, done, seen)
-			seen, total = done, of
+			seen, total = done, size
 		}))
 		require.Equal(t, total, seen)
 		fields, tensors := read(t, path)

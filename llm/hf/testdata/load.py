@@ -1,10 +1,11 @@
-"""Has transformers and peft load what the command kasmina writes.
+"""Checks that transformers and peft load the folders that the command kasmina writes.
 
     go build ./cmd/kasmina && python3 llm/hf/testdata/load.py ./kasmina
 
-Of every folder beside this file, in one file and in several, and of a model that was trained: the
-folder loads without a warning that the original does not cause, has the same tensors and, unless it
-was trained, the same logits; peft adds LoRA to it, which takes a step.
+The script tests every folder next to this file, with weights in one file and in several, and a trained
+model. Each folder must load without warnings that the original does not cause, and must have the same
+tensors and, unless the model was trained, the same logits. peft must be able to add LoRA and train it
+for a step.
 """
 
 import logging
@@ -22,7 +23,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 class Told(logging.Handler):
-    """What transformers says."""
+    """Collects the log messages of transformers."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -38,7 +39,7 @@ transformers.logging.set_verbosity_warning()
 
 
 def load(folder):
-    """The model, what loading it says, and the logits for some ids."""
+    """Returns the model, the messages from loading it, and the logits for some ids."""
     TOLD.messages.clear()
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     transformers.GenerationConfig.from_pretrained(folder)
@@ -50,7 +51,7 @@ def load(folder):
 
 
 def adapt(model):
-    """LoRA on all linear layers, and a step."""
+    """Adds LoRA to all linear layers and makes a step."""
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear",
                                                        task_type="CAUSAL_LM"))
     ids = torch.arange(3, 23).reshape(2, 10)

@@ -1,16 +1,16 @@
-"""Makes the folders beside it: small random models of every family, as transformers saves them.
+"""Creates the folders next to this file: small random models of every family, saved by transformers.
 
-Each has golden.safetensors: ids, the logits for them in float32, and the losses of ten steps of
-AdamW on them. Runs with transformers 5.23.0 and torch 2.15.0:
+Each folder has a golden.safetensors with ids, their logits in float32, and the losses of ten steps of
+AdamW on them. The script works with transformers 5.23.0 and torch 2.15.0:
 
     python3 make.py             # all
     python3 make.py gpt2 olmo2  # some
 
-bf16.json says how far transformers is from that where it computes in bfloat16, on a GPU:
+bf16.json holds the distance from these results when transformers computes in bfloat16 on a GPU:
 
     python3 make.py bf16
 
-What it says of llama-bias, gpt2 and olmo2 was computed on a CPU.
+The entries of llama-bias, gpt2 and olmo2 were computed on a CPU.
 """
 
 import json
@@ -37,10 +37,10 @@ YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0,
             original_max_position_embeddings=16)
 LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=2.0)
 THETA = dict(rope_type="default", rope_theta=1000000.0)
-# What GPT-2 calls otherwise, or does not have.
+# Fields that have other names in GPT-2, or that it does not have.
 GPT2 = dict(intermediate_size=None, num_key_value_heads=None, n_inner=40)
 
-# name: class of the configuration, what it has beyond SMALL, type of the weights
+# name: class of the configuration, settings in addition to SMALL, type of the weights
 MODELS = {
     "llama2": ("Llama", dict(num_key_value_heads=4, rms_norm_eps=1e-5), "float32"),
     "llama3.1": ("Llama", dict(rope_parameters=LLAMA3), "bfloat16"),
@@ -80,14 +80,14 @@ def make(name, family, fields, dtype):
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():  # far from what any of them begins with
+        for parameter in model.parameters():  # far from their initial values
             parameter.add_(0.2 * torch.randn_like(parameter))
     model = model.to(getattr(torch, dtype))
     shutil.rmtree(name, ignore_errors=True)
     model.save_pretrained(name)
-    # What the file holds, computed in float32.
+    # Compute in float32 with the weights in the file.
     model = load(name, torch.float32)
-    ids = torch.randint(3, config.vocab_size, (2, 24))  # the row of padding would not learn
+    ids = torch.randint(3, config.vocab_size, (2, 24))  # otherwise the row of the padding token would not learn
     with torch.no_grad():
         logits = model(ids).logits
     save_file({"ids": ids, "logits": logits.contiguous(), "losses": train(model, ids)},
@@ -100,7 +100,7 @@ def load(name, dtype, device="cpu"):
 
 
 def train(model, ids, autocast=False):
-    """The losses of ten steps of AdamW."""
+    """Returns the losses of ten steps of AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), eps=1e-8,
                                   weight_decay=0.01)
     losses = []
@@ -116,7 +116,7 @@ def train(model, ids, autocast=False):
 
 
 def bf16():
-    """Distances of bfloat16 from the float32 of the golden files."""
+    """Returns the distances of bfloat16 results from the golden files."""
     off = {}
     for name in MODELS:
         golden = load_file(name + "/golden.safetensors", device="cuda")
@@ -136,8 +136,8 @@ def distance(a, b):
 
 
 def make_tiny(name="tiny"):
-    """A model with a tokenizer, for the command and its guide: of Llama with a chat template, or of
-    the family that the name says."""
+    """Creates a model with a tokenizer for tests of the command and its guide. It is a Llama with a
+    chat template, or a model of the family in the name."""
     from tokenizers import Tokenizer, models, pre_tokenizers, decoders, trainers, processors
 
     text = open("../../../LICENSE").read()
@@ -202,7 +202,7 @@ def make_tiny(name="tiny"):
     json.dump(golden, open(name + ".json", "w"), indent=1)
 
 
-# The patterns that Qwen 2 and OLMo 2 split texts by.
+# The patterns with which Qwen 2 and OLMo 2 split texts.
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST
 CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST

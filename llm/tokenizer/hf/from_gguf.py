@@ -1,9 +1,9 @@
-"""Writes the tokenizer.json of a byte-level encoding whose vocabulary a GGUF file holds.
+"""Writes the tokenizer.json of a byte-level encoding, given its vocabulary in a GGUF file.
 
     pip install gguf
     python3 from_gguf.py VOCABULARY.gguf tokenizer.json
 
-A GGUF file names its pre-tokenizer alone, so those of the models below are written here.
+A GGUF file has only the name of its pre-tokenizer. The script knows the pre-tokenizers of these models.
 """
 
 import json
@@ -17,7 +17,7 @@ DIGITS = {"type": "Digits", "individual_digits": True}
 
 PIPELINES = {
     "gpt-2": [BYTES],
-    "starcoder": [DIGITS, BYTES],  # and SmolLM
+    "starcoder": [DIGITS, BYTES],  # also SmolLM
 }
 
 

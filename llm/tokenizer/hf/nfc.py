@@ -1,7 +1,6 @@
-"""Writes nfc_table.go: the marks that Rust's tokenizers does not know as such.
+"""Writes nfc_table.go: the marks that Rust's tokenizers does not recognize.
 
-Its tables of normalization are those of Unicode 9: a mark that came later is a character like any
-other to it. Run this by `go generate` in this folder, with `pip install tokenizers`.
+Its normalization tables follow Unicode 9, so it treats later marks like any other character. Run this with `go generate` in this folder, with `pip install tokenizers`.
 """
 
 import tokenizers
@@ -17,7 +16,7 @@ def main():
         "".join(map(chr, POINTS)))
     unmoved = []
     for c in [c for _, (a, b) in kept for c in POINTS[a:b]]:
-        text = "a%s\u0301\u0316" % chr(c)  # a mark is moved behind U+0316, or lets U+0301 join the a
+        text = "a%s\u0301\u0316" % chr(c)  # a recognized mark is moved after U+0316, or lets U+0301 join the a
         if NFC().normalize_str(text) == "a%s\u0316\u0301" % chr(c):
             unmoved.append(c)
     ranges = []
@@ -31,7 +30,7 @@ def main():
 
 package hf
 
-// unmoved are the first and last of the marks that stay where they are, ascending.
+// unmoved lists the first and last characters of ranges of marks that are not reordered, ascending.
 var unmoved = [...][2]rune{{
 """)
         for a, b in ranges:

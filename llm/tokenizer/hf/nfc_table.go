@@ -2,7 +2,7 @@
 
 package hf
 
-// unmoved are the first and last of the marks that stay where they are, ascending.
+// unmoved lists the first and last characters of ranges of marks that are not reordered, ascending.
 var unmoved = [...][2]rune{
 	{0x34f, 0x34f},
 	{0x488, 0x489},

@@ -32,7 +32,7 @@ const EndOfText = "<|endoftext|>"
 // The vocabulary has at most vocab tokens, from 257 to 2^20. It has fewer if no pair occurs twice any
 // more.
 func Train(ctx context.Context, text io.Reader, vocab int, pattern string,
-	progress func(merges, of int) error) (tokenizerJSON, config []byte, err error) {
+	progress func(merges, total int) error) (tokenizerJSON, config []byte, err error) {
 	expression, ok := patterns[pattern]
 	if !ok {
 		return nil, nil, fmt.Errorf("hf: Train: the pattern is %.40q, want one of %s", pattern,

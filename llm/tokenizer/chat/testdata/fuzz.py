@@ -1,11 +1,11 @@
-"""Writes random templates and what transformers makes of them, to compare with this package.
+"""Writes random templates and their output in transformers, to compare with this package.
 
     pip install transformers jinja2
     python3 testdata/fuzz.py 20000 1 /tmp/fuzz.json     # number, seed, file
     KASMINA_CHAT_CORPUS=/tmp/fuzz.json go test -run TestPublished -v .
 
-The test fails if a text differs, or if this package renders what Jinja2 refuses. It lists what this
-package refuses although Jinja2 renders it.
+The test fails if a text differs, or if this package renders a template that Jinja2 refuses. It lists the
+templates that only this package refuses.
 """
 
 import json
@@ -42,7 +42,7 @@ class Generator:
         self.names = []
         self.depth = 0
         self.nested = 0
-        self.simple = False  # whether scopes matter more than expressions
+        self.simple = False  # emphasize scopes over expressions
 
     def one(self, *options):
         return self.r.choice(options)
@@ -89,7 +89,7 @@ class Generator:
                         "messages[3].content", "d.items()", "d.keys()", "d.values()", "dict([['k', 1]])")
 
     def expr(self):
-        """An expression. An outermost one can be evaluated in most cases."""
+        """Returns an expression. At the outermost level, most expressions can be evaluated."""
         if self.simple:
             return self.one("v1", "v2", "v3", "i", "s[:2]", "x", "y", "m.role", "p", "q", "undefd", "1", "'a'", "[1, 2]", "v1 ~ v2", "i ~ x", "mac(v1)",
                             "mac()", "mac(q=i)", "v2 is defined", "namespace(a=v1).a")
@@ -284,7 +284,7 @@ ENVIRONMENT = chat_template_utils._compile_jinja_template("").environment
 
 
 def render(source):
-    """The text of a template, within two seconds."""
+    """Renders a template within two seconds."""
     signal.setitimer(signal.ITIMER_REAL, 2)
     try:
         return ENVIRONMENT.from_string(source).render(

@@ -1,8 +1,8 @@
-"""Writes what transformers makes of conversations by chat templates.
+"""Writes the texts that transformers renders for conversations with chat templates.
 
     pip install transformers jinja2
-    python3 golden.py           # golden.json, of the templates below
-    python3 golden.py FOLDER    # FOLDER/chat.json, of all templates in FOLDER, which fetch.sh fills
+    python3 golden.py           # golden.json, for the templates below
+    python3 golden.py FOLDER    # FOLDER/chat.json, for all templates in FOLDER, which fetch.sh fills
 
 The templates of a folder are the files *.jinja, the chat templates of files tokenizer_config.json, and
 the string literals in Python and C++ that look like chat templates.
@@ -238,7 +238,7 @@ def render(source, names):
 
 
 def literals(path):
-    """The string literals of a file that look like chat templates."""
+    """Returns the string literals of a file that look like chat templates."""
     with open(path, encoding="utf-8", errors="replace") as f:
         text = f.read()
     if "{%" not in text:
@@ -260,7 +260,7 @@ def literals(path):
 
 
 def collect(folder):
-    """All templates of a folder by name, each once."""
+    """Returns all distinct templates of a folder by name."""
     templates, seen = {}, set()
 
     def put(name, source):

@@ -1,7 +1,7 @@
 """Writes golden.json: small tokenizers with the pipelines of published models, trained on the texts
-below, and for hostile and other texts what Rust's tokenizers makes of them.
+below, and the results of Rust's tokenizers for hostile and other texts.
 
-Run it by `go generate` in the folder above, with `pip install tokenizers`.
+Run it with `go generate` in the folder above, with `pip install tokenizers`.
 """
 
 import copy
@@ -98,7 +98,7 @@ def template(t, *tokens):
 
 
 def with_bytes(t):
-    """Puts <0x00> to <0xFF> in front of the vocabulary, as SentencePiece does."""
+    """Inserts <0x00> to <0xFF> at the start of the vocabulary, as SentencePiece does."""
     j = json.loads(t.to_str())
     names = [x["content"] for x in j["added_tokens"]] + ["<0x%02X>" % b for b in range(256)]
     vocab = names + [x for x, _ in sorted(j["model"]["vocab"].items(), key=lambda x: x[1])
@@ -113,7 +113,7 @@ def with_bytes(t):
 
 
 def published():
-    """The pipelines of published models, by name."""
+    """Returns the pipelines of published models by name."""
     all = {}
     t = Tokenizer(models.BPE())
     t.pre_tokenizer, t.decoder, t.post_processor = pt.ByteLevel(False), de.ByteLevel(), pp.ByteLevel()
@@ -126,7 +126,7 @@ def published():
     t.post_processor = pp.Sequence([pp.ByteLevel(trim_offsets=False), template(t, "<|begin_of_text|>")])
     j = all["llama3"] = json.loads(t.to_str())
     j["model"]["ignore_merges"] = True
-    j["model"]["merges"] = j["model"]["merges"][::2]  # so that some tokens are found whole alone
+    j["model"]["merges"] = j["model"]["merges"][::2]  # so that some tokens are only found as whole pieces
     made = {"".join(x) for x in j["model"]["merges"]}
     j["model"]["merges"] = [x for x in j["model"]["merges"]
                             if all_known(x, made, j["model"]["vocab"])]
@@ -141,7 +141,7 @@ def published():
     all["gpt4o"] = json.loads(byte_level("gpt4o", [split(GPT4O)]).to_str())
     t = byte_level("smollm", [pt.Digits(True)], ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], regex=True)
     j = all["smollm"] = json.loads(t.to_str())
-    lose(j, "\u0122")  # a byte, as SmolLM has some that are not in its vocabulary
+    lose(j, "\u0122")  # a byte: some are missing from SmolLM's vocabulary
 
     spm = Tokenizer(models.BPE(unk_token="<unk>"))
     spm.pre_tokenizer = pt.Metaspace(prepend_scheme="always", split=True)
@@ -172,12 +172,12 @@ def published():
 
 
 def all_known(merge, made, vocab):
-    """Whether the tokens of a merge are single bytes or made by another one."""
+    """Reports whether the tokens of a merge are single bytes or results of other merges."""
     return all(len(x) == 1 or x in made for x in merge)
 
 
 def place(j):
-    """Puts the added tokens into the model's vocabulary, where Gemma has them."""
+    """Moves the added tokens into the model's vocabulary, as in Gemma's file."""
     vocab = j["model"]["vocab"]
     for x in j["added_tokens"]:
         if x["content"] not in vocab:
@@ -187,7 +187,7 @@ def place(j):
 
 
 def lose(j, token):
-    """Takes a token out of a vocabulary, with all merges that need it."""
+    """Removes a token from a vocabulary, with all merges that need it."""
     vocab = j["model"]["vocab"]
     gone = {x for x in vocab if token in x}
     j["model"]["merges"] = [x for x in j["model"]["merges"] if not gone & {*x, "".join(x)}]
@@ -196,7 +196,7 @@ def lose(j, token):
 
 
 def variants(base):
-    """Traits that no published model has, or not alone."""
+    """Returns tokenizers with properties that published models lack, or have only in combination."""
     def change(name, **parts):
         j = copy.deepcopy(base[name])
         j.update({k: v for k, v in parts.items() if k != "model"})

@@ -1,6 +1,6 @@
-"""Writes classes_table.go: the categories of all characters as Rust's tokenizers sees them.
+"""Writes classes_table.go: the categories of all characters according to Rust's tokenizers.
 
-Run it by `go generate` in this folder, with a Python that has `pip install tokenizers`.
+Run it with `go generate` in this folder, with a Python that has `pip install tokenizers`.
 """
 
 import tokenizers
@@ -13,13 +13,13 @@ TEXT = "".join(map(chr, POINTS))
 
 
 def matching(pattern):
-    """The characters that a class of Oniguruma holds."""
+    """Returns the characters in a class of Oniguruma."""
     kept = Split(Regex(pattern + "+"), "removed", invert=True).pre_tokenize_str(TEXT)
     return {c for _, (a, b) in kept for c in POINTS[a:b]}
 
 
 def words():
-    r"""The characters that \w of Rust's regex holds: a word goes on behind a token of one word."""
+    r"""Returns the characters that match \w in Rust's regex: a single_word token must not precede them."""
     t = Tokenizer(BPE(vocab={"a": 0}, merges=[]))
     t.add_tokens([AddedToken("ab", single_word=True, normalized=False)])
     found = t.encode_batch(["ab" + chr(c) for c in POINTS])
@@ -27,7 +27,7 @@ def words():
 
 
 def numeric():
-    """The characters that are numeric to Rust's standard library."""
+    """Returns the characters that are numeric according to Rust's standard library."""
     cut = Digits(individual_digits=True)
     return {c for c in POINTS if len(cut.pre_tokenize_str("a" + chr(c))) == 2}
 
@@ -64,12 +64,12 @@ def main():
 
 package split
 
-// categories are the names of the general categories. Cn is also what has no use here.
+// categories lists the general categories. Cn also stands for categories that are not needed.
 var categories = [...]string{{{", ".join('"%s"' % x for x in CATEGORIES[:12])},
 	{", ".join('"%s"' % x for x in CATEGORIES[12:])}}}
 
-// runs are the characters where a category begins, ascending: character<<7 | numeric<<6 | word<<5 |
-// category.
+// runs lists the characters at which the properties change, ascending: character<<7 | numeric<<6 |
+// word<<5 | category.
 var runs = [...]uint32{{
 """)
         f.write("\n".join(lines) + "\n}\n")

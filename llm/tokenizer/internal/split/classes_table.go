@@ -2,12 +2,12 @@
 
 package split
 
-// categories are the names of the general categories. Cn is also what has no use here.
+// categories lists the general categories. Cn also stands for categories that are not needed.
 var categories = [...]string{"Cn", "Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "No",
 	"Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Sm", "Sc", "Sk", "So", "Zs", "Zl", "Zp"}
 
-// runs are the characters where a category begins, ascending: character<<7 | numeric<<6 | word<<5 |
-// category.
+// runs lists the characters at which the properties change, ascending: character<<7 | numeric<<6 |
+// word<<5 | category.
 var runs = [...]uint32{
 	0x0, 0x1017, 0x1092, 0x1214, 0x1292, 0x140e, 0x148f, 0x1512, 0x1593, 0x1612, 0x168d, 0x1712,
 	0x1869, 0x1d12, 0x1e13, 0x1f92, 0x20a1, 0x2d8e, 0x2e12, 0x2e8f, 0x2f15, 0x2fac, 0x3015, 0x30a2,
