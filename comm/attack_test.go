@@ -412,7 +412,7 @@ func TestGatherLarge(t *testing.T) {
 func TestGatherTooLarge(t *testing.T) {
 	all := worlds(t, 3, Options{})
 	all[0].store.mu.Lock()
-	all[0].store.most = 1000
+	all[0].store.maxBytes = 1000
 	all[0].store.mu.Unlock()
 	for _, c := range []struct {
 		sizes [3]int

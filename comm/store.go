@@ -18,7 +18,7 @@ import (
 type store struct {
 	place    Place
 	deadline time.Duration
-	most     int64 // maximum bytes of a gathering; MaxGather except in tests
+	maxBytes int64 // maximum bytes of a gathering; MaxGather except in tests
 	listener *channel.Listener
 	port     int
 
@@ -62,7 +62,7 @@ func openStore(ctx context.Context, p Place, id *channel.Identity,
 		return nil, err
 	}
 
-	s := &store{place: p, deadline: deadline, most: MaxGather, listener: listener,
+	s := &store{place: p, deadline: deadline, maxBytes: MaxGather, listener: listener,
 		port: portOf(listener.Addrs()[0]), seats: make([]seat, p.Size),
 		gathering: map[string]*gathering{}, empty: make(chan struct{}),
 		done: make(chan struct{})}
@@ -194,9 +194,9 @@ func (s *store) gather(m member, asked message) {
 
 	g.bytes += asked.Bytes + int64(len(g.values[m.Rank]))
 	refused := g.err != ""
-	if g.bytes > s.most && !refused {
+	if g.bytes > s.maxBytes && !refused {
 		g.err = fmt.Sprintf("the values of %d ranks have %d bytes together, want at most %d",
-			count(g.given), g.bytes, s.most)
+			count(g.given), g.bytes, s.maxBytes)
 	}
 
 	gone := slices.IndexFunc(s.seats, func(x seat) bool { return x.left && !g.given[x.Rank] })

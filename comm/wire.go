@@ -267,10 +267,10 @@ func (w *wire) receive(maxHead, maxValues int64) (m message, err error) {
 	return m, nil
 }
 
-// read reads n bytes, or fails if n exceeds most. Memory is allocated as data arrives, not for the
+// read reads n bytes, or fails if n exceeds limit. Memory is allocated as data arrives, not for the
 // announced length.
-func (w *wire) read(n, most int64) ([]byte, error) {
-	if n < 0 || n > most {
+func (w *wire) read(n, limit int64) ([]byte, error) {
+	if n < 0 || n > limit {
 		return nil, errGarbled
 	}
 

@@ -252,16 +252,16 @@ func convert[T, S int | int64 | float32 | float64](data []S) []T {
 
 // compare reports an error unless got equals the golden tensor within the given error. A tensor of zeros
 // must match exactly.
-func (c *goldenCase) compare(t *testing.T, name string, got gorgonia.Value, most float64) {
+func (c *goldenCase) compare(t *testing.T, name string, got gorgonia.Value, tolerance float64) {
 	t.Helper()
 	want, ok := c.tensors[name].Data.([]float64)
 	if shape := tensor.Shape(c.tensors[name].Shape); !ok || got == nil || !got.Shape().Eq(shape) {
 		t.Errorf("%s is %v, want shape %v", name, got, shape)
 		return
 	}
-	if e := distance(floats(t, got), want); !(e <= most) {
+	if e := distance(floats(t, got), want); !(e <= tolerance) {
 		t.Errorf("%s has error %.3g, want at most %g\n got %.6g\nwant %.6g", name, e,
-			most, floats(t, got), want)
+			tolerance, floats(t, got), want)
 	}
 }
 

@@ -13,9 +13,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// deepens makes a trainer's model grow in depth after step 3 and rolls the growth back after step 7. If
+// growInDepth makes a trainer's model grow in depth after step 3 and rolls the growth back after step 7. If
 // folder isn't empty, a checkpoint is saved there after each step.
-func deepens(t *testing.T, tr *llm.Trainer, folder string) {
+func growInDepth(t *testing.T, tr *llm.Trainer, folder string) {
 	t.Helper()
 	commands := map[int][]state.Command{
 		3: {{Action: state.Germinate, Request: state.GerminationRequest{Kind: blueprints.Stack,
@@ -45,8 +45,8 @@ func checkpointAt(folder string, step int) string {
 	return filepath.Join(folder, string(rune('a'+step))+".safetensors")
 }
 
-// deepPlan returns a run that grows in depth and is rolled back.
-func deepPlan() plan {
+// depthPlan returns a run that grows in depth and is rolled back.
+func depthPlan() plan {
 	p := planned()
 	p.steps, p.graft, p.load, p.depth = 10, 100, 0, 2 // no other seed is grafted in
 	return p
@@ -59,8 +59,8 @@ func TestDepthOnGPU(t *testing.T) {
 	for _, muon := range []bool{false, true} {
 		var all [2][]float64
 		for i, d := range []*cudaops.Device{nil, device} {
-			tr := deepPlan().trainer(t, d, cudaops.Float32, 1, muon, state.WithEmbargo(0))
-			deepens(t, tr, "")
+			tr := depthPlan().trainer(t, d, cudaops.Float32, 1, muon, state.WithEmbargo(0))
+			growInDepth(t, tr, "")
 			blocks := tr.Model.Config.Layers
 			most := 0
 			tr.On(func(e llm.Event) error { most = max(most, tr.Model.Config.Layers); return nil })
@@ -83,13 +83,13 @@ func TestDepthResumesOnGPU(t *testing.T) {
 	for _, precision := range []cudaops.Precision{cudaops.Float32, cudaops.BFloat16,
 		cudaops.Float16, cudaops.Float8} {
 		t.Run(precision.String(), func(t *testing.T) {
-			p, folder := deepPlan(), t.TempDir()
+			p, folder := depthPlan(), t.TempDir()
 			first := p.trainer(t, device, precision, 1, false, state.WithEmbargo(0))
-			deepens(t, first, folder)
+			growInDepth(t, first, folder)
 			want := losses(t, first)
 			for _, step := range []int{2, 3, 4, 6, 7, 8} {
 				again := p.trainer(t, device, precision, 1, false, state.WithEmbargo(0))
-				deepens(t, again, "")
+				growInDepth(t, again, "")
 				require.NoError(t, again.Resume(t.Context(), checkpointAt(folder, step)))
 				require.Equal(t, want[step:], losses(t, again), "after step %d", step)
 			}

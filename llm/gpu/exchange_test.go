@@ -27,7 +27,7 @@ func TestRanksExchange(t *testing.T) {
 		t.Skip("measures")
 	}
 	for n := 2; n <= most; n *= 2 {
-		output, _ := launched(t, exchangeRole, n)
+		output, _ := launchRanks(t, exchangeRole, n)
 		t.Log(output)
 	}
 }

@@ -37,9 +37,9 @@ func pace() int {
 	return 1
 }
 
-// followed returns the losses of a run under the schedule, and by how much the model's final loss rises
+// runSchedule returns the losses of a run under the schedule, and by how much the model's final loss rises
 // without seed 7 of the last layer.
-func followed(t *testing.T, device *cudaops.Device) (all []float64, worth float64) {
+func runSchedule(t *testing.T, device *cudaops.Device) (all []float64, worth float64) {
 	t.Helper()
 	tr := newTrainer(t, device, cudaops.Float32, 1, false, state.WithEmbargo(0))
 	text := must[*data.Evaluation](t)(data.NewEvaluation([]byte("func main() { return }\n"),
@@ -75,8 +75,8 @@ func followed(t *testing.T, device *cudaops.Device) (all []float64, worth float6
 // CPU and GPU, and that muting a seed makes the same difference.
 func TestSameSchedule(t *testing.T) {
 	device := open(t)
-	want, worth := followed(t, nil)
-	got, gpuWorth := followed(t, device)
+	want, worth := runSchedule(t, nil)
+	got, gpuWorth := runSchedule(t, device)
 	requireClose(t, want, got, 1e-4)
 	require.NotZero(t, worth)
 	require.InDelta(t, worth, gpuWorth, 1e-3*math.Abs(worth)+1e-4, "worth of seed 7")

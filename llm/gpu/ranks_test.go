@@ -328,8 +328,8 @@ func growthAt(step int) []state.Command {
 	return nil
 }
 
-// launched runs ranks and returns their output and the checkpoint.
-func launched(t *testing.T, role string, ranks int) (output string, file []byte) {
+// launchRanks runs ranks and returns their output and the checkpoint.
+func launchRanks(t *testing.T, role string, ranks int) (output string, file []byte) {
 	t.Helper()
 	self, err := os.Executable()
 	require.NoError(t, err)
@@ -374,10 +374,10 @@ func TestRanksSameBits(t *testing.T) {
 			continue
 		}
 		t.Run(name, func(t *testing.T) {
-			_, want := launched(t, name, 1)
+			_, want := launchRanks(t, name, 1)
 			require.NotEmpty(t, want)
 			for n := 2; n <= min(most, r.accumulate); n++ {
-				_, got := launched(t, name, n)
+				_, got := launchRanks(t, name, n)
 				require.True(t, bytes.Equal(want, got), "%d GPUs", n)
 			}
 		})
@@ -396,10 +396,10 @@ func TestRanksPace(t *testing.T) {
 			continue
 		}
 		t.Run(name, func(t *testing.T) {
-			output, _ := launched(t, "plain "+name, 1)
+			output, _ := launchRanks(t, "plain "+name, 1)
 			t.Logf("plain: %s", output)
 			for n := 2; n <= most; n *= 2 {
-				output, _ := launched(t, name, n)
+				output, _ := launchRanks(t, name, n)
 				t.Log(output)
 			}
 		})
@@ -418,7 +418,7 @@ func TestRanksLarge(t *testing.T) {
 	}
 	for _, name := range []string{"8B", "8B in 95 GiB", "8B, recomputed"} {
 		t.Run(name, func(t *testing.T) {
-			output, _ := launched(t, name, gpus(t))
+			output, _ := launchRanks(t, name, gpus(t))
 			t.Log(output)
 		})
 	}

@@ -93,8 +93,8 @@ func moved(seed int, to state.Stage) state.Command {
 	return state.Command{Action: state.Move, Seed: seed, To: to}
 }
 
-// living gives a run the commands of all lives, and records the stages of the seeds whenever it saves.
-func living(t *testing.T, tr *llm.Trainer, folder string, seen map[string]bool) {
+// scheduleLives gives a run the commands of all lives, and records the stages of the seeds whenever it saves.
+func scheduleLives(t *testing.T, tr *llm.Trainer, folder string, seen map[string]bool) {
 	tr.On(func(e llm.Event) error {
 		if e.Kind == llm.Reshaped {
 			require.NoError(t, e.Err)
@@ -113,7 +113,7 @@ func living(t *testing.T, tr *llm.Trainer, folder string, seen map[string]bool) 
 				if l.Site() == blueprints.Depth || seed >= len(variants) {
 					continue
 				}
-				all = append(all, lifeAt(l.Site(), seed, e.Step-seed%2)...)
+				all = append(all, commandsFor(l.Site(), seed, e.Step-seed%2)...)
 			}
 			for _, c := range all {
 				c.Layer = layer
@@ -132,8 +132,8 @@ func living(t *testing.T, tr *llm.Trainer, folder string, seen map[string]bool) 
 	})
 }
 
-// lifeAt returns the commands for a seed after a step of its life.
-func lifeAt(where blueprints.Site, seed, step int) (all []state.Command) {
+// commandsFor returns the commands for a seed after a step of its life.
+func commandsFor(where blueprints.Site, seed, step int) (all []state.Command) {
 	kinds := map[blueprints.Site][]blueprints.Kind{blueprints.Chunk: {squares, blueprints.ConvFilter},
 		blueprints.Weight: {blueprints.LoRA},
 		blueprints.Stream: {blueprints.Attention, blueprints.Perceptron}}[where]
@@ -195,7 +195,7 @@ func TestStagesResume(t *testing.T) {
 			const steps = 18
 			folder, seen := t.TempDir(), map[string]bool{}
 			whole := stagesTrainer(t, device, cudaops.BFloat16, steps)
-			living(t, whole, folder, seen)
+			scheduleLives(t, whole, folder, seen)
 			require.NoError(t, whole.Run(t.Context()))
 			want := saved(t, whole)
 			for _, site := range []blueprints.Site{blueprints.Chunk, blueprints.Weight,
@@ -209,7 +209,7 @@ func TestStagesResume(t *testing.T) {
 			for step := 1; step < steps; step++ {
 				tr := stagesTrainer(t, device, cudaops.BFloat16, steps)
 				require.NoError(t, tr.Resume(t.Context(), checkpointAt(folder, step)))
-				living(t, tr, filepath.Join(t.TempDir()), map[string]bool{})
+				scheduleLives(t, tr, filepath.Join(t.TempDir()), map[string]bool{})
 				require.NoError(t, tr.Run(t.Context()))
 				require.Equal(t, want, saved(t, tr), "from step %d", step)
 			}
@@ -225,7 +225,7 @@ func TestChunkGraphsOnGPU(t *testing.T) {
 	var all [2][]float64
 	for i, d := range []*cudaops.Device{nil, device} {
 		tr := stagesTrainer(t, d, cudaops.Float32, steps)
-		living(t, tr, "", map[string]bool{})
+		scheduleLives(t, tr, "", map[string]bool{})
 		all[i] = losses(t, tr)
 	}
 	require.InDeltaSlice(t, all[0], all[1], 1e-4)

@@ -65,7 +65,7 @@ func TestGPT2Refused(t *testing.T) {
 		rewrite(t, filepath.Join(dir, configName), func(fields map[string]any) {
 			require.NoError(t, json.Unmarshal([]byte(change), &fields))
 		})
-		refuses(t, dir, want)
+		requireRefused(t, dir, want)
 	}
 
 	_, err := open(t, "gpt2").Load(t.Context(), WithConfig(func(c *llm.Config) { c.Seq = 65 }))

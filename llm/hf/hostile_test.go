@@ -59,8 +59,8 @@ func resave(t *testing.T, path string, change func([]safetensors.Tensor) []safet
 	require.NoError(t, safetensors.Save(path, change(tensors), metadata))
 }
 
-// refuses checks that opening a folder returns an error that contains want, without using much CPU time.
-func refuses(t *testing.T, dir, want string) {
+// requireRefused checks that opening a folder returns an error that contains want, without using much CPU time.
+func requireRefused(t *testing.T, dir, want string) {
 	t.Helper()
 	start := processor.Time(t)
 	f, err := Open(dir)
@@ -74,8 +74,8 @@ func refuses(t *testing.T, dir, want string) {
 
 // TestHostileFolders checks that the error names the damage.
 func TestHostileFolders(t *testing.T) {
-	refuses(t, filepath.Join(t.TempDir(), "none"), "no such file")
-	refuses(t, t.TempDir(), "it has no config.json")
+	requireRefused(t, filepath.Join(t.TempDir(), "none"), "no such file")
+	requireRefused(t, t.TempDir(), "it has no config.json")
 	const q = "model.layers.1.self_attn.q_proj.weight"
 	weights := map[string]struct {
 		change func([]safetensors.Tensor) []safetensors.Tensor
@@ -119,7 +119,7 @@ func TestHostileFolders(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			dir := copyOf(t, "llama2")
 			resave(t, filepath.Join(dir, weightsName), c.change)
-			refuses(t, dir, c.want)
+			requireRefused(t, dir, c.want)
 		})
 	}
 
@@ -127,20 +127,20 @@ func TestHostileFolders(t *testing.T) {
 		dir := copyOf(t, "llama2")
 		require.NoError(t, os.Rename(filepath.Join(dir, weightsName),
 			filepath.Join(dir, "pytorch_model.bin")))
-		refuses(t, dir, "only safetensors can be read")
+		requireRefused(t, dir, "only safetensors can be read")
 	})
 
 	t.Run("cut short", func(t *testing.T) {
 		dir := copyOf(t, "llama2")
 		require.NoError(t, os.Truncate(filepath.Join(dir, weightsName), 9000))
-		refuses(t, dir, "cut short")
+		requireRefused(t, dir, "cut short")
 	})
 	t.Run("another head", func(t *testing.T) {
 		dir := copyOf(t, "llama2")
 		rewrite(t, filepath.Join(dir, configName), func(f map[string]any) {
 			f["tie_word_embeddings"] = true
 		})
-		refuses(t, dir, "tensor lm_head.weight differs")
+		requireRefused(t, dir, "tensor lm_head.weight differs")
 	})
 }
 
@@ -194,7 +194,7 @@ func TestHostileShards(t *testing.T) {
 			require.NoError(t, err)
 			slices.Sort(shards)
 			c.change(t, dir, shards)
-			refuses(t, dir, c.want)
+			requireRefused(t, dir, c.want)
 		})
 	}
 }
@@ -251,7 +251,7 @@ func TestHostileConfig(t *testing.T) {
 				require.NoError(t, err)
 				return
 			}
-			refuses(t, dir, want)
+			requireRefused(t, dir, want)
 		})
 	}
 
@@ -264,7 +264,7 @@ func TestHostileConfig(t *testing.T) {
 	} {
 		dir := copyOf(t, "llama2")
 		require.NoError(t, os.WriteFile(filepath.Join(dir, configName), []byte(text), 0o666))
-		refuses(t, dir, want)
+		requireRefused(t, dir, want)
 	}
 }
 
@@ -367,7 +367,7 @@ func TestGeneration(t *testing.T) {
 		`{"more": 1}`:         "more is 1: this field is not supported",
 		`{"temperature": -1}`: "temperature"} {
 		require.NoError(t, os.WriteFile(path, []byte(text), 0o666))
-		refuses(t, dir, want)
+		requireRefused(t, dir, want)
 	}
 }
 

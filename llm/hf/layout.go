@@ -150,5 +150,5 @@ func (w *weights) fit(c llm.Config, all []stored, ignored *regexp.Regexp) error 
 	}
 
 	w.places = places(c, all)
-	return w.noOthers(c, rest)
+	return w.checkLeftover(c, rest)
 }

@@ -22,8 +22,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
-// forget drops files from the system's page cache, as far as permitted.
-func forget(t *testing.T, files []string) {
+// dropCached drops files from the system's page cache, as far as permitted.
+func dropCached(t *testing.T, files []string) {
 	for _, name := range files {
 		f, err := os.Open(name)
 		require.NoError(t, err)
@@ -136,7 +136,7 @@ func TestLoadTime(t *testing.T) {
 	}
 
 	timed := func(what string, load func()) float64 {
-		forget(t, files)
+		dropCached(t, files)
 		begin := time.Now()
 		load()
 		s := time.Since(begin).Seconds()

@@ -22,8 +22,8 @@ var published = map[string]int{
 	"gpt2": 124439808,
 }
 
-// hollow creates a folder for a published configuration. Its weights are sparse files of zeros.
-func hollow(t *testing.T, name string) string {
+// sparseFolder creates a folder for a published configuration. Its weights are sparse files of zeros.
+func sparseFolder(t *testing.T, name string) string {
 	dir := t.TempDir()
 	text, err := os.ReadFile(filepath.Join("testdata", "configs", name+".json"))
 	require.NoError(t, err)
@@ -88,7 +88,7 @@ func TestPublished(t *testing.T) {
 
 	for name, want := range published {
 		t.Run(name, func(t *testing.T) {
-			f, err := Open(hollow(t, name))
+			f, err := Open(sparseFolder(t, name))
 			require.NoError(t, err)
 			defer f.Close()
 			params := 0

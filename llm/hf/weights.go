@@ -167,8 +167,8 @@ func (w *weights) close() error {
 var derived = regexp.MustCompile(`^model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq$|` +
 	`^(transformer\.)?h\.\d+\.attn\.(masked_)?bias$`)
 
-// noOthers checks that no tensors are left over, except an output layer that equals the embedding.
-func (w *weights) noOthers(c llm.Config, rest map[string]*safetensors.File) error {
+// checkLeftover checks that no tensors are left over, except an output layer that equals the embedding.
+func (w *weights) checkLeftover(c llm.Config, rest map[string]*safetensors.File) error {
 	if _, both := rest[headName]; both && !c.Untied {
 		delete(rest, headName)
 		if err := w.sameHead(); err != nil {

@@ -140,7 +140,7 @@ func TestDamagedParts(t *testing.T) {
 		case "needs all of them":
 			require.NoError(t, os.Remove(second))
 		case "and the ID":
-			from = s.strangeMain(t)
+			from = s.foreignMain(t)
 		}
 		own := s
 		own.resume, own.save, own.parts = from, "", false
@@ -203,8 +203,8 @@ func (s setup) edited(t *testing.T, path, old, to string) []byte {
 	return b
 }
 
-// strangeMain returns a main file that refers to a set of parts that can't exist.
-func (s setup) strangeMain(t *testing.T) string {
+// foreignMain returns a main file that refers to a set of parts that can't exist.
+func (s setup) foreignMain(t *testing.T) string {
 	t.Helper()
 	tensors, metadata, err := safetensors.Load(s.save)
 	require.NoError(t, err)

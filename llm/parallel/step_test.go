@@ -22,15 +22,15 @@ import (
 type stepping struct {
 	llm.Parallel
 	parallel.Worker
-	team     *parallel.Team
-	model    *llm.Model
-	loss     float64 // of the batch that was started
-	err      error
-	computed int                        // number of batches
-	spoil    func(loss float64) float64 // changes the loss of each batch unless nil
-	fail     error                      // error of the loader in the third step
-	steps    int
-	finished *atomic.Int64
+	team      *parallel.Team
+	model     *llm.Model
+	loss      float64 // of the batch that was started
+	err       error
+	computed  int                        // number of batches
+	alterLoss func(loss float64) float64 // alters the loss of each batch if not nil
+	fail      error                      // error of the loader in the third step
+	steps     int
+	finished  *atomic.Int64
 }
 
 var (
@@ -40,8 +40,8 @@ var (
 
 func (s *stepping) Compute(b data.Batch, r parallel.Round) (float64, error) {
 	loss, err := s.Worker.Compute(b, r)
-	if s.spoil != nil {
-		loss = s.spoil(loss)
+	if s.alterLoss != nil {
+		loss = s.alterLoss(loss)
 	}
 	return loss, err
 }
@@ -73,8 +73,8 @@ func (s *stepping) StepBatches(n int, next func() (data.Batch, error), word []by
 	return s.team.Step(s.model, s, n, next, word)
 }
 
-// stepped trains on several ranks and returns their errors. set configures each rank's engine.
-func (s setup) stepped(t *testing.T, size int, set func(rank int, e *stepping)) []error {
+// runStepping trains on several ranks and returns their errors. set configures each rank's engine.
+func (s setup) runStepping(t *testing.T, size int, set func(rank int, e *stepping)) []error {
 	return on(t, size, comm.Options{}, func(rank int, team *parallel.Team) error {
 		return s.trainStepped(t, rank, size, team, set)
 	})
@@ -105,7 +105,7 @@ func TestStepSameBits(t *testing.T) {
 		var finished atomic.Int64
 		got := s
 		got.save = filepath.Join(t.TempDir(), "run.safetensors")
-		require.NoError(t, errors.Join(got.stepped(t, size, func(_ int, e *stepping) {
+		require.NoError(t, errors.Join(got.runStepping(t, size, func(_ int, e *stepping) {
 			e.finished = &finished
 		})...))
 		if size == 1 {
@@ -130,7 +130,7 @@ func TestStepWithoutUpdate(t *testing.T) {
 		"no batch": {func(e *stepping) { e.fail = errors.New("the disk is gone") },
 			"the disk is gone"},
 		"no loss": {func(e *stepping) {
-			e.spoil = func(loss float64) float64 {
+			e.alterLoss = func(loss float64) float64 {
 				if e.computed++; e.computed == 3 {
 					return math.NaN()
 				}
@@ -140,7 +140,7 @@ func TestStepWithoutUpdate(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var finished atomic.Int64
-			for r, err := range s.stepped(t, 2, func(rank int, e *stepping) {
+			for r, err := range s.runStepping(t, 2, func(rank int, e *stepping) {
 				e.finished = &finished
 				if rank == 1 {
 					c.set(e)

@@ -87,12 +87,12 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 	}
 
 	s.choices = s.choices[:0]
-	most := len(logits)
+	limit := len(logits)
 	switch k := s.config.TopK; {
 	case s.config.Temperature == 0:
-		most = 1
+		limit = 1
 	case k > 0:
-		most = min(most, k)
+		limit = min(limit, k)
 	}
 
 	for i, logit := range logits {
@@ -103,7 +103,7 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 			}
 			return 0, fmt.Errorf("sampler: Draw: logits[%d] is %v", i, l)
 		}
-		s.add(choice{id: i, logit: l}, most)
+		s.add(choice{id: i, logit: l}, limit)
 	}
 
 	if len(s.choices) == 0 {
@@ -119,10 +119,10 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 
 // add considers one more choice and keeps the most probable ones. Once the set is full, it forms a heap
 // with the least probable choice at the root. As ids are added in increasing order, later ids lose ties.
-func (s *Sampler) add(c choice, most int) {
-	if len(s.choices) < most {
-		if s.choices = append(s.choices, c); len(s.choices) == most && s.config.TopK > 0 {
-			for at := most/2 - 1; at >= 0; at-- {
+func (s *Sampler) add(c choice, limit int) {
+	if len(s.choices) < limit {
+		if s.choices = append(s.choices, c); len(s.choices) == limit && s.config.TopK > 0 {
+			for at := limit/2 - 1; at >= 0; at-- {
 				s.sink(at)
 			}
 		}

@@ -576,20 +576,20 @@ func (in *interpreter) newStrings(parts []string) *list {
 	return l
 }
 
-func splitMethod(name string, bySeparator func(s, separator string, most int) []string,
-	bySpace func(s string, most int) []string) stringMethod {
+func splitMethod(name string, bySeparator func(s, separator string, limit int) []string,
+	bySpace func(s string, limit int) []string) stringMethod {
 	return func(in *interpreter, s string, a *callArguments) value {
 		args := a.bind(name, 0, "sep", "maxsplit")
-		most := toInt(orDefault(args[1], int64(-1)))
+		limit := toInt(orDefault(args[1], int64(-1)))
 		separator := orDefault(args[0], nil)
 		if separator == nil {
-			return in.newStrings(bySpace(s, most))
+			return in.newStrings(bySpace(s, limit))
 		}
 		sep := wantText(name, separator)
 		if sep == "" {
 			fail("%s: the separator is empty", name)
 		}
-		return in.newStrings(bySeparator(s, sep, most))
+		return in.newStrings(bySeparator(s, sep, limit))
 	}
 }
 
@@ -621,17 +621,17 @@ func replaceMethod(in *interpreter, s string, a *callArguments) value {
 		toInt(orDefault(args[2], int64(-1))))
 }
 
-// replace replaces at most most occurrences in a string, or all if most is negative.
-func (in *interpreter) replace(s, from, to string, most int) string {
+// replace replaces at most limit occurrences in a string, or all if limit is negative.
+func (in *interpreter) replace(s, from, to string, limit int) string {
 	n := strings.Count(s, from)
-	if most >= 0 {
-		n = min(n, most)
+	if limit >= 0 {
+		n = min(n, limit)
 	}
 	if len(to) > 0 && n > (math.MaxInt32+len(from))/len(to) {
 		n = math.MaxInt32 / len(to)
 	}
 	in.check(len(s) + n*(len(to)-len(from)))
-	return in.newString(strings.Replace(s, from, to, most))
+	return in.newString(strings.Replace(s, from, to, limit))
 }
 
 func justify(name string, align byte) stringMethod {

@@ -50,11 +50,11 @@ func (a *callArguments) bind(function string, required int, parameters ...string
 }
 
 // bindPositional is like bind, for functions that take no keyword arguments.
-func (a *callArguments) bindPositional(function string, required, most int) []value {
+func (a *callArguments) bindPositional(function string, required, limit int) []value {
 	if len(a.keywords) > 0 {
 		fail("%s takes no keyword arguments", function)
 	}
-	names := make([]string, most)
+	names := make([]string, limit)
 	for i := range names {
 		names[i] = "number " + string(rune('1'+i))
 	}

@@ -734,11 +734,11 @@ func indentFilter(in *interpreter, v value, a *callArguments) value {
 func replaceFilter(in *interpreter, v value, a *callArguments) value {
 	args := a.bind("replace", 2, "old", "new", "count")
 	count := orDefault(args[2], nil)
-	most := -1
+	limit := -1
 	if count != nil {
-		most = toInt(count)
+		limit = toInt(count)
 	}
-	return in.replace(in.str(v), in.str(args[0]), in.str(args[1]), most)
+	return in.replace(in.str(v), in.str(args[0]), in.str(args[1]), limit)
 }
 
 func roundFilter(in *interpreter, v value, a *callArguments) value {

@@ -246,22 +246,22 @@ func isTitle(s string) bool {
 	return found
 }
 
-// split splits a text at a separator at most most times. A negative number means no limit.
-func split(s, separator string, most int) []string {
-	if most < 0 {
+// split splits a text at a separator atlimit limit times. A negative number means no limit.
+func split(s, separator string, limit int) []string {
+	if limit < 0 {
 		return strings.Split(s, separator)
 	}
-	return strings.SplitN(s, separator, most+1)
+	return strings.SplitN(s, separator, limit+1)
 }
 
 // splitFromRight splits a text at a separator, from its end.
-func splitFromRight(s, separator string, most int) []string {
-	if most < 0 {
+func splitFromRight(s, separator string, limit int) []string {
+	if limit < 0 {
 		return strings.Split(s, separator)
 	}
 
 	var parts []string
-	for range most {
+	for range limit {
 		i := strings.LastIndex(s, separator)
 		if i < 0 {
 			break
@@ -275,32 +275,32 @@ func splitFromRight(s, separator string, most int) []string {
 	return parts
 }
 
-// splitFields splits a text at white space at most most times.
-func splitFields(s string, most int) []string {
+// splitFields splits a text at white space atlimit limit times.
+func splitFields(s string, limit int) []string {
 	parts := []string{}
 	for s = trimLeft(s); s != ""; s = trimLeft(s) {
 		i := strings.IndexFunc(s, isSpace)
-		if most == 0 || i < 0 {
-			if most == 0 {
+		if limit == 0 || i < 0 {
+			if limit == 0 {
 				s = trimRight(s)
 			}
 			return append(parts, s)
 		}
 		parts = append(parts, s[:i])
 		s = s[i:]
-		most--
+		limit--
 	}
 
 	return parts
 }
 
 // splitFieldsFromRight splits a text at white space, from its end.
-func splitFieldsFromRight(s string, most int) []string {
+func splitFieldsFromRight(s string, limit int) []string {
 	parts := []string{}
 	for s = trimRight(s); s != ""; s = trimRight(s) {
 		i := strings.LastIndexFunc(s, isSpace)
-		if most == 0 || i < 0 {
-			if most == 0 {
+		if limit == 0 || i < 0 {
+			if limit == 0 {
 				s = trimLeft(s)
 			}
 			parts = append(parts, s)
@@ -309,7 +309,7 @@ func splitFieldsFromRight(s string, most int) []string {
 		_, n := utf8.DecodeRuneInString(s[i:])
 		parts = append(parts, s[i+n:])
 		s = s[:i]
-		most--
+		limit--
 	}
 
 	slices.Reverse(parts)
