@@ -30,9 +30,8 @@ type caller struct {
 
 // connect tries all targets, again and again, until rank 0 of this run accepts the connection. It also
 // returns rank 0's deadline.
-//
-// Each target is retried on its own. One that never answers therefore delays nothing, even if rank 0
-// starts to listen after the first attempts.
+// Each target is retried independently of the others. A target that never answers therefore delays
+// nothing, even if rank 0 starts to listen after the first attempts.
 func (c *caller) connect(ctx context.Context, timeout time.Duration) (*wire, time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
@@ -108,8 +107,8 @@ func isFinal(err error) bool {
 	return errors.As(err, &final)
 }
 
-// attempt dials a target and tries to join the run there. A process joins through one target only,
-// because rank 0 may listen at several of them.
+// attempt dials a target and tries to join the run there. Rank 0 may listen at several targets, but a
+// process joins through one of the targets only.
 func (c *caller) attempt(ctx context.Context, target string) (*wire, time.Duration, error) {
 	conn, err := c.id.Dial(ctx, target)
 	if err != nil {

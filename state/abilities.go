@@ -2,51 +2,50 @@ package state
 
 import "github.com/kasmina-go/kasmina/blueprints"
 
-// The interfaces in this file are optional abilities of a [Controller]. A trainer asks a controller for
-// each of them when it is told to follow the controller, and uses those that the controller has. A
-// controller that wraps others hands them on.
+// The interfaces in this file are optional abilities of a [Controller]. A trainer that follows a
+// controller calls every method of these interfaces that the controller has. A controller that wraps
+// other controllers must pass the calls on.
 
-// A CheckingController is a [Controller] that can tell whether its options make sense. A trainer
-// refuses a controller whose Check returns an error.
+// A CheckingController is a [Controller] that can validate its options. A trainer refuses a controller if
+// Check returns an error.
 type CheckingController interface {
 	Controller
 	Check() error
 }
 
-// A CostLearner is a [Controller] that wants to know what growth in depth costs. The trainer calls
-// Costs with a function that returns the time of a step after a growth, in steps of the model as it
-// is.
+// A CostLearner is a [Controller] that needs the cost of growth in depth. The trainer calls Costs with a
+// function that returns the time of a step after a growth, relative to a step of the present model.
 type CostLearner interface {
 	Controller
 	Costs(of func(kind blueprints.Kind, size int) float64)
 }
 
-// A SizeLearner is a [Controller] that wants to know how many parameters blueprints have. The trainer
-// calls Parameters with a function that returns the number for a seed at a weight or in the residual
-// stream, and 0 where the blueprint is not possible.
+// A SizeLearner is a [Controller] that needs the sizes of blueprints. The trainer calls Parameters with a
+// function that returns the number of parameters of a blueprint for a seed at a weight or in the residual
+// stream, or 0 if the blueprint is not possible there.
 type SizeLearner interface {
 	Controller
 	Parameters(of func(layer, seed int, kind blueprints.Kind, size int) int)
 }
 
-// An Affording is a [Controller] with a limit on what it plants. A trainer refuses it if Affords
-// returns an error, which says that no blueprint in these lattices fits the limit.
+// An Affording is a [Controller] that limits the cost of the blueprints that it plants. Affords returns
+// an error if no blueprint in these lattices fits the limit, and a trainer then refuses the controller.
 type Affording interface {
 	Controller
 	Affords(reports []Report) error
 }
 
-// A Planner is a [Controller] that knows how many epochs a blueprint in a lattice needs at least until
-// it can be fossilized, if seeds are compared once in so many epochs. A trainer refuses it when the
-// run has fewer.
+// A Planner is a [Controller] that knows how many epochs a blueprint in a lattice takes at least from its
+// germination to its fossilization, if seeds are compared once every so often, in epochs. A trainer
+// refuses the controller if the run has fewer epochs.
 type Planner interface {
 	Controller
 	LeastEpochs(l *Lattice, every int) (int, error)
 }
 
-// A GradientListener is a [Controller] that wants to know what the gradients of a frozen model ask for
-// before it plants for the first time. The trainer calls Heard with a function that returns the
-// largest singular values of the gradient of the weight on which a seed sits.
+// A GradientListener is a [Controller] that chooses its first blueprints by the gradients of a frozen
+// model. Before the first planting, the trainer calls Heard with a function that returns the largest
+// singular values of the gradient of the weight at which a seed sits.
 type GradientListener interface {
 	Controller
 	Heard(of func(layer, seed int) []float64)

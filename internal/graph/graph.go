@@ -71,9 +71,8 @@ func (a *Asked) Gradients() map[*gorgonia.Node]gorgonia.Nodes {
 	return of
 }
 
-// Results returns the nodes that must be computed: results are the outputs and all nodes that no
-// other node needs, and gradients are the gradients of parameters, some of which may also be
-// results.
+// Results returns the nodes that must be computed. The results are the outputs and all nodes without a
+// dependent node. The gradients are the gradients of parameters, and may be results as well.
 func (a *Asked) Results(g *gorgonia.ExprGraph) (results, gradients gorgonia.Nodes) {
 	used := map[*gorgonia.Node]bool{}
 	for _, n := range g.AllNodes() {

@@ -18,12 +18,12 @@ type Codebook struct {
 	from [2][]uint8
 }
 
-// Signed8 and Unsigned8 are the dynamic maps of bitsandbytes, for numbers of either sign and for
-// numbers that are not negative. They hold seven decades, each with twice as many values as the next
-// smaller one, which divide the decade evenly, and in addition 0 and 1.
+// Signed8 and Unsigned8 are the dynamic maps of bitsandbytes, for numbers of either sign and for numbers
+// that are not negative. They cover seven decades. Each decade has twice as many values as the next
+// smaller one, at equal distances. The values 0 and 1 are added.
 //
-// Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022. The values are those of
-// create_dynamic_map, to the bit.
+// Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022. The function create_dynamic_map
+// of bitsandbytes returns the same values, bit for bit.
 var (
 	Signed8   = newCodebook(true)
 	Unsigned8 = newCodebook(false)

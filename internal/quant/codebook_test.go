@@ -15,8 +15,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// TestCodebooks compares the maps with what create_dynamic_map of bitsandbytes 0.50.2 returned with
-// PyTorch 2.15.0: the checksum of all values, and some of them in a form that can be read.
+// TestCodebooks compares the maps with the results of create_dynamic_map of bitsandbytes 0.50.2 and
+// PyTorch 2.15.0, by a checksum of all values and by a few readable values.
 func TestCodebooks(t *testing.T) {
 	for _, c := range []struct {
 		b    *Codebook
@@ -69,8 +69,8 @@ func nearest(b *Codebook, x float32) int {
 	return best
 }
 
-// TestCode compares codes with those that a search of all values finds: for numbers at, below and above
-// every value and every middle, the ends of the search's tables, and random numbers.
+// TestCode compares codes with the results of a search of all values. The inputs are at, below and above
+// every value and every midpoint, at the ends of the search's tables, and random.
 func TestCode(t *testing.T) {
 	seed := randtest.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 8))

@@ -90,7 +90,7 @@ func newNested(scales []float32) nested {
 		at := len(n.scales) * blockNested
 		scale := largest(rest)
 		n.scales = append(n.scales, scale)
-		inverse := float32(0) // for equal scales, all of whose codes stand for 0
+		inverse := float32(0) // if all scales are equal, every code stands for 0
 		if scale > 0 {
 			inverse = 1 / max(scale, smallestScale)
 		}

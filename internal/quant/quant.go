@@ -1,5 +1,5 @@
 // Package quant stores matrices in fewer bits than float32. It is meant for weights that are never
-// updated, such as those of a model that is tuned through adapters.
+// updated, such as the base weights of a model that is tuned through adapters.
 package quant
 
 import (
@@ -136,7 +136,7 @@ func (m *Matrix) encodeFloat8(w []float32) {
 	})
 }
 
-// smallestScale is the smallest scale whose inverse is a number.
+// smallestScale is the smallest scale with a finite inverse.
 const smallestScale = 0x1p-126
 
 // encodeFloat8Row encodes a row with the roundings of the GPU's kernel and returns its scale.

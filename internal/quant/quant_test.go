@@ -119,9 +119,10 @@ func TestRefuses(t *testing.T) {
 	require.EqualError(t, err, `"int4" is not a format of weights, want one of bf16, float8, nf4`)
 }
 
-// TestNF4 compares codes, scales and decoded elements with those of bitsandbytes, bit for bit, except
-// for the second level of scales. There, bitsandbytes' CPU code looks codes up in a table of 65536
-// intervals and so may choose the second nearest one, and PyTorch's mean adds in another order.
+// TestNF4 compares codes, scales and decoded elements with the results of bitsandbytes, bit for bit. The
+// second level of scales may differ slightly: the CPU code of bitsandbytes looks up codes in a table of
+// 65536 intervals and so may choose the second nearest one, and PyTorch's mean adds the scales in another
+// order.
 func TestNF4(t *testing.T) {
 	var cases []struct {
 		Name                           string

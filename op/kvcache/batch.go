@@ -56,7 +56,7 @@ func (c *cache[T]) prefix(rows int) *cache[T] {
 	return &cache[T]{c.keys[:n:n], c.values[:n:n], c.width, rows}
 }
 
-// reserve makes room for the given number of rows, from row `from` on, none of which is shared.
+// reserve makes room for the given number of rows. No row from the given one on is shared afterwards.
 func (c *cache[T]) reserve(from, rows, most int) {
 	if len(c.keys) >= rows*c.width && from >= c.shared {
 		return
@@ -89,7 +89,7 @@ type Span struct {
 	Start, Rows int
 }
 
-// Spans says which tokens the rows of a graph belong to. All attention ops of a graph share one Spans,
+// Spans assigns the rows of a graph to tokens of sequences. All attention ops of a graph share one Spans,
 // which [Spans.Set] changes before each run. Rows after the last span belong to no sequence, and their
 // attention is zero.
 type Spans struct{ all []Span }
@@ -218,7 +218,7 @@ func attendBatch[T cpu.Float](o *BatchAttentionOp, y []T, in opbase.Args) error 
 	return nil
 }
 
-// turn rotates the rows of q and k, the first of which has the given position.
+// turn rotates the rows of q and k. Position is the position of the first row.
 func turn[T cpu.Float](c Config, turnedQ, q, turnedK, k []T, position, rows int) {
 	wideCos, wideSin := c.RoPE.Angles(position, rows)
 	cos, sin := make([]T, len(wideCos)), make([]T, len(wideSin))

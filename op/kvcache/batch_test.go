@@ -102,7 +102,7 @@ func TestBatchAttention(t *testing.T) {
 				got := y.Value().Data().([]float64)
 				machine.Reset()
 				if r.IntN(5) == 0 {
-					continue // as if the run had failed: the next one replaces what it wrote
+					continue // as after a failed run: the next run replaces these tokens
 				}
 
 				spans.Finish()

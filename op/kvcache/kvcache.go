@@ -2,7 +2,7 @@
 // generating another token takes a pass over a single row.
 //
 // [Attention] makes an op for one sequence. [AttentionOp.Fill] stores the keys and values of a prompt in
-// it. [BatchAttention] makes an op for rows of any number of sequences, each of which is a [Sequence].
+// it. [BatchAttention] makes an op for rows of several sequences, which are each a [Sequence].
 package kvcache
 
 import (

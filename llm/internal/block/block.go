@@ -146,8 +146,8 @@ type Builder struct {
 	// computes. Attention then reads cached keys and values.
 	Position *gorgonia.Node
 
-	// Spans, if not nil, says which tokens of which sequences the rows of the graph belong to. Attention
-	// then reads the cached keys and values of these sequences.
+	// Spans, if not nil, assigns the rows of the graph to tokens of sequences. Attention then reads the
+	// cached keys and values of these sequences.
 	Spans *kvcache.Spans
 
 	attentions int // attention layers built so far with Spans
