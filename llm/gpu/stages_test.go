@@ -93,7 +93,8 @@ func moved(seed int, to state.Stage) state.Command {
 	return state.Command{Action: state.Move, Seed: seed, To: to}
 }
 
-// scheduleLives gives a run the commands of all lives, and records the stages of the seeds whenever it saves.
+// scheduleLives gives a run the commands of all lives, and records the stages of the seeds whenever it
+// saves.
 func scheduleLives(t *testing.T, tr *llm.Trainer, folder string, seen map[string]bool) {
 	tr.On(func(e llm.Event) error {
 		if e.Kind == llm.Reshaped {

@@ -59,7 +59,8 @@ func resave(t *testing.T, path string, change func([]safetensors.Tensor) []safet
 	require.NoError(t, safetensors.Save(path, change(tensors), metadata))
 }
 
-// requireRefused checks that opening a folder returns an error that contains want, without using much CPU time.
+// requireRefused checks that opening a folder returns an error that contains want, without using much CPU
+// time.
 func requireRefused(t *testing.T, dir, want string) {
 	t.Helper()
 	start := processor.Time(t)

@@ -246,7 +246,7 @@ func isTitle(s string) bool {
 	return found
 }
 
-// split splits a text at a separator atlimit limit times. A negative number means no limit.
+// split splits a text at a separator at most limit times. A negative number means no limit.
 func split(s, separator string, limit int) []string {
 	if limit < 0 {
 		return strings.Split(s, separator)
@@ -275,7 +275,7 @@ func splitFromRight(s, separator string, limit int) []string {
 	return parts
 }
 
-// splitFields splits a text at white space atlimit limit times.
+// splitFields splits a text at white space at most limit times.
 func splitFields(s string, limit int) []string {
 	parts := []string{}
 	for s = trimLeft(s); s != ""; s = trimLeft(s) {
