@@ -44,8 +44,8 @@ func onePlain(t *testing.T, program, data string, args ...string) []byte {
 	out := filepath.Join(t.TempDir(), "plain")
 	c := exec.Command(program, append([]string{"train", "--preset", "small", "--device", "cpu", "--data", data,
 		"--cache", t.TempDir(), "--out", out, "--accumulate", "8"}, args...)...)
-	said, err := c.CombinedOutput()
-	require.NoError(t, err, "%s", said)
+	output, err := c.CombinedOutput()
+	require.NoError(t, err, "%s", output)
 	b, err := os.ReadFile(filepath.Join(out, "model.safetensors"))
 	require.NoError(t, err)
 	return b
@@ -84,9 +84,9 @@ func TestSlurmScript(t *testing.T) {
 		c.Env = append(os.Environ(), "PATH="+bin+":"+os.Getenv("PATH"), "TASKS="+string(tasks[1]),
 			"PRESET=small", "PROGRAM="+program, "DATA="+data, "OUT="+out, "DEVICE=cpu",
 			"JOB="+strconv.Itoa(os.Getpid())) // ranks derive their port from the job's number, so each test process has its own
-		said, err := c.CombinedOutput()
-		require.NoError(t, err, "%s", said)
-		return string(said)
+		output, err := c.CombinedOutput()
+		require.NoError(t, err, "%s", output)
+		return string(output)
 	}
 	require.Contains(t, submit(append(small, "--steps", "4")...), "ranks     "+string(tasks[1])+
 		" processes, according to the variables of Slurm")
@@ -121,9 +121,9 @@ func TestTrainJob(t *testing.T) {
 	c.Env = append(os.Environ(), "PET_NNODES="+field("numNodes"), "PET_NPROC_PER_NODE="+
 		field("numProcPerNode"), "PET_NODE_RANK=0",
 		"PET_MASTER_ADDR=127.0.0.1", "PET_MASTER_PORT="+freePort(t))
-	said, err := c.CombinedOutput()
-	require.NoError(t, err, "%s", said)
-	require.Contains(t, string(said), "ranks     "+field("numProcPerNode")+" processes")
+	output, err := c.CombinedOutput()
+	require.NoError(t, err, "%s", output)
+	require.Contains(t, string(output), "ranks     "+field("numProcPerNode")+" processes")
 	b, err := os.ReadFile(filepath.Join(out, "model.safetensors"))
 	require.NoError(t, err)
 	require.Equal(t, onePlain(t, filepath.Join(p.folder, "kasmina"), data, small...), b)
@@ -138,15 +138,15 @@ func TestGPUsOption(t *testing.T) {
 	small = append(small, "--steps", "3")
 	args := append([]string{"train", "--preset", "small", "--device", "cpu", "--data", data, "--cache", t.TempDir(),
 		"--out", out, "--gpus", "3"}, small...)
-	said, err := exec.Command(program, append(args, "--accumulate", "8")...).CombinedOutput()
-	require.NoError(t, err, "%s", said)
+	output, err := exec.Command(program, append(args, "--accumulate", "8")...).CombinedOutput()
+	require.NoError(t, err, "%s", output)
 	b, err := os.ReadFile(filepath.Join(out, "model.safetensors"))
 	require.NoError(t, err)
 	require.Equal(t, onePlain(t, program, data, small...), b)
-	said, err = exec.Command(program, append(args, "--accumulate", "2")...).CombinedOutput()
+	output, err = exec.Command(program, append(args, "--accumulate", "2")...).CombinedOutput()
 	require.Error(t, err)
-	require.Contains(t, string(said), "give --accumulate 3, or a multiple of it")
-	said, err = exec.Command(program, append(args, "--gpus", "-1")...).CombinedOutput()
+	require.Contains(t, string(output), "give --accumulate 3, or a multiple of it")
+	output, err = exec.Command(program, append(args, "--gpus", "-1")...).CombinedOutput()
 	require.Error(t, err)
-	require.Contains(t, string(said), "--gpus is -1, want at least 1")
+	require.Contains(t, string(output), "--gpus is -1, want at least 1")
 }

@@ -129,12 +129,12 @@ func (p *packages) imports(code string) string {
 // fragments joins blocks of statements. Each block is a scope nested in the scope of the previous block.
 // Functions and types are declared at the top level.
 func (p *packages) fragments(blocks []block) string {
-	var body, beside strings.Builder
+	var body, decls strings.Builder
 	depth := 0
 	for _, b := range blocks {
 		_, err := parser.ParseFile(token.NewFileSet(), "", "package p\n"+b.code, 0)
 		if err == nil {
-			fmt.Fprintf(&beside, "//line %s:%d\n%s", b.document, max(1, b.line), b.code)
+			fmt.Fprintf(&decls, "//line %s:%d\n%s", b.document, max(1, b.line), b.code)
 			continue
 		}
 		body.WriteString("{\n")
@@ -147,7 +147,7 @@ func (p *packages) fragments(blocks []block) string {
 		fmt.Fprintf(&body, "//line %s:%d\n%s", b.document, max(1, b.line), b.code)
 	}
 	code := fmt.Sprintf("func _() error {\n%s%s\nreturn nil\n}\n%s", body.String(),
-		strings.Repeat("}\n", depth), beside.String())
+		strings.Repeat("}\n", depth), decls.String())
 	return "package main\n" + p.imports(code) + code
 }
 
@@ -172,9 +172,9 @@ func TestGoBlocks(t *testing.T) {
 	}
 }
 
-// TestGoBlocksFail checks that faulty blocks are detected, and that a block can use variables of the
+// TestFaultyGoBlocks checks that faulty blocks are detected, and that a block can use variables of the
 // blocks above it.
-func TestGoBlocksFail(t *testing.T) {
+func TestFaultyGoBlocks(t *testing.T) {
 	p, err := load()
 	require.NoError(t, err)
 	check := func(blocks ...block) error { return p.typeCheck("d.md", p.fragments(blocks)) }

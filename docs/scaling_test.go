@@ -126,15 +126,15 @@ func fit(t *testing.T) (delay, speed float64) {
 	return (sy - slope*sx) / n, 1 / slope
 }
 
-// manner describes how data is exchanged.
-type manner struct {
+// exchange describes how data is exchanged.
+type exchange struct {
 	net        float64 // bandwidth of a GPU to other hosts, in bytes per second
 	hidden     bool    // exchanges that overlap with the passes take no time during them
 	hostsFirst bool    // gradients are added within each host before they are sent
 }
 
 // step returns the duration of a step on the given number of GPUs, with bf16 gradients.
-func (m scaled) step(t *testing.T, gpus float64, how manner) float64 {
+func (m scaled) step(t *testing.T, gpus float64, how exchange) float64 {
 	delay, nvlink := fit(t)
 	params := paramsOf(m.config)
 	share := (gpus - 1) / gpus
@@ -182,8 +182,8 @@ func scalingTables(t *testing.T) []string {
 			m.name, p/1e6, m.tokens(), 1e3*m.compute(), 2*p*7/8/1e9, 2*p*7/8/1e9,
 			stateBytes(p, 8)/1e9)
 		for _, n := range []float64{8, 64, 512, 1024} {
-			pace := func(how manner) float64 { return n * m.tokens() / m.step(t, n, how) }
-			percent := func(how manner) string {
+			pace := func(how exchange) float64 { return n * m.tokens() / m.step(t, n, how) }
+			percent := func(how exchange) string {
 				return fmt.Sprintf("%.0f", 100*pace(how)/(n*m.pace))
 			}
 			paces += fmt.Sprintf("| %s | %.0f |", m.name, n)
@@ -192,12 +192,12 @@ func scalingTables(t *testing.T) []string {
 					paces += " – | – | – | – |"
 					continue
 				}
-				first := percent(manner{net, true, true})
+				first := percent(exchange{net, true, true})
 				if n == hostGPUs {
 					first = "–"
 				}
-				paces += fmt.Sprintf(" %s | %s | %s | %s |", short(pace(manner{net: net})),
-					percent(manner{net: net}), percent(manner{net, true, false}), first)
+				paces += fmt.Sprintf(" %s | %s | %s | %s |", short(pace(exchange{net: net})),
+					percent(exchange{net: net}), percent(exchange{net, true, false}), first)
 			}
 			paces += "\n"
 		}
@@ -256,8 +256,8 @@ func TestScaling(t *testing.T) {
 	delay, nvlink := fit(t)
 	require.Contains(t, string(text), fmt.Sprintf("%.1f ms and %.0f GB/s", 1e3*delay, nvlink/1e9))
 	for _, p := range pairs(t) { // the line must fit each measurement
-		reckoned := p.tokens/p.one - updateOf(p.params)/2 + delay + p.params*moved/2/nvlink
-		require.InEpsilon(t, 2*p.tokens/p.two, reckoned, 0.005)
+		predicted := p.tokens/p.one - updateOf(p.params)/2 + delay + p.params*moved/2/nvlink
+		require.InEpsilon(t, 2*p.tokens/p.two, predicted, 0.005)
 	}
 	large := paramsOf(scaledModels(t)[3].config)
 	require.Greater(t, stateBytes(large, 2), cardBytes)

@@ -365,8 +365,8 @@ func TestCommands(t *testing.T) {
 	}
 }
 
-// TestCommandsFail checks that faulty commands are detected.
-func TestCommandsFail(t *testing.T) {
+// TestFaultyCommands checks that faulty commands are detected.
+func TestFaultyCommands(t *testing.T) {
 	p := built(t)
 	for code, good := range map[string]bool{
 		"go run ./tools/bench growth -only static > a.txt":           true,
@@ -447,10 +447,10 @@ func (p *programs) run(code, folder string) (printed string, err error) {
 	c.Dir = folder
 	c.Env = append(os.Environ(), "BIN="+p.folder, "MODULE="+module, "GOPROXY=off",
 		"GOWORK=off", "XDG_CACHE_HOME="+folder, "GOCACHE="+strings.TrimSpace(cache))
-	var out, told strings.Builder
-	c.Stdout, c.Stderr = &out, &told
+	var out, stderr strings.Builder
+	c.Stdout, c.Stderr = &out, &stderr
 	if err := c.Run(); err != nil {
-		return "", fmt.Errorf("%w\n%s%s", err, out.String(), told.String())
+		return "", fmt.Errorf("%w\n%s%s", err, out.String(), stderr.String())
 	}
 	return out.String(), nil
 }
@@ -490,9 +490,9 @@ func TestRun(t *testing.T) {
 	}
 }
 
-// TestRunLikeReaders checks that commands fail as they would for a reader: for example, a program with
+// TestRunFailsLikeForReaders checks that commands fail as they would for a reader: for example, a program with
 // imports that go mod tidy has not processed.
-func TestRunLikeReaders(t *testing.T) {
+func TestRunFailsLikeForReaders(t *testing.T) {
 	p := built(t)
 	folder := t.TempDir()
 	program := "package main\n\nimport \"" + module + "/op\"\n\nfunc main() { _ = op.Linear }\n"

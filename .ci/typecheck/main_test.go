@@ -43,8 +43,8 @@ func TestMapOrder(t *testing.T) {
 	}
 }
 
-// TestMapOrderFine checks that nothing is reported where the order does not matter.
-func TestMapOrderFine(t *testing.T) {
+// TestMapOrderAllowed checks that nothing is reported where the order does not matter.
+func TestMapOrderAllowed(t *testing.T) {
 	require.NoError(t, check([]string{"./testdata/fine"}))
 }
 

@@ -115,8 +115,8 @@ func (a *adapters) describe(c llm.Config) string {
 
 var errAdaptersGrow = errors.New("--adapters and --grow are given: want one of them")
 
-// told returns a callback that prints the adapters when they are planted or merged.
-func (a *adapters) told(t *llm.Trainer, c *cobra.Command) llm.Callback {
+// report returns a callback that prints the adapters when they are planted or merged.
+func (a *adapters) report(t *llm.Trainer, c *cobra.Command) llm.Callback {
 	return func(e llm.Event) error {
 		if e.Kind == llm.Reshaped && slices.ContainsFunc(t.Model.Config.Planted,
 			func(p llm.Planted) bool { return p.Kind == blueprints.LoRA.String() }) {

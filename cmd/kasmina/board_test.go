@@ -128,15 +128,15 @@ func TestBoard(t *testing.T) {
 	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
 	out := &lineThen{then: stop}
-	var told bytes.Buffer
+	var stderr bytes.Buffer
 	empty := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(empty, logName), nil, 0o666))
 	none := t.TempDir()
 	require.ErrorIs(t, run(ctx, []string{"board", "--addr", "127.0.0.1:0", none, finishedRun(t), empty}, out,
-		&told), context.Canceled)
+		&stderr), context.Canceled)
 	require.True(t, strings.HasPrefix(out.String(), "http://127.0.0.1:"), out.String())
-	require.Contains(t, told.String(), "skipping "+none+", which has no log.jsonl")
-	require.Contains(t, told.String(), filepath.Join(empty, logName)+" is empty")
+	require.Contains(t, stderr.String(), "skipping "+none+", which has no log.jsonl")
+	require.Contains(t, stderr.String(), filepath.Join(empty, logName)+" is empty")
 
 	_, err = kasmina(t, "board", none)
 	require.ErrorContains(t, err, "no log.jsonl in "+none)

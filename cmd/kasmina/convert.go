@@ -99,8 +99,8 @@ func (o *convertOptions) run(c *cobra.Command) error {
 		return err
 	}
 
-	at, clear := bar(c.ErrOrStderr(), "writing", true)
-	defer clear()
+	at, erase := bar(c.ErrOrStderr(), "writing", true)
+	defer erase()
 	if o.gguf != "" {
 		err = gguf.Save(c.Context(), o.out, f, m, kind, at)
 	} else {
@@ -110,7 +110,7 @@ func (o *convertOptions) run(c *cobra.Command) error {
 		return err
 	}
 
-	clear()
+	erase()
 	if o.gguf != "" {
 		if err := differencesOf(c.ErrOrStderr(), f); err != nil {
 			return err

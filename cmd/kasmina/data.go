@@ -104,13 +104,13 @@ func (o *dataCheck) run(c *cobra.Command, path string) error {
 		return err
 	}
 
-	at, clear := bar(c.ErrOrStderr(), "checking", true)
+	at, erase := bar(c.ErrOrStderr(), "checking", true)
 	counted := &countingReader{r: file}
 	report, err := e.Check(counted, path, func(int) error {
 		at(counted.n, info.Size())
 		return c.Context().Err()
 	})
-	clear()
+	erase()
 	if err != nil {
 		return err
 	}

@@ -98,7 +98,7 @@ func (o *common) eval(c *cobra.Command) error {
 	defer i.Close()
 
 	sum, n := 0.0, 0
-	at, clear := bar(c.ErrOrStderr(), "measuring", false)
+	at, erase := bar(c.ErrOrStderr(), "measuring", false)
 	err = batches(windows, o.seq, func(b data.Batch, done int) error {
 		loss, err := i.LossContext(c.Context(), b)
 		sum, n = sum+loss*float64(b.Count), n+b.Count
@@ -106,7 +106,7 @@ func (o *common) eval(c *cobra.Command) error {
 		return err
 	})
 
-	clear()
+	erase()
 	if err != nil {
 		return err
 	}

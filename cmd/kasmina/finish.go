@@ -73,8 +73,8 @@ func (o *trainOptions) save(c *cobra.Command, m *llm.Model, from origin) error {
 		m = best
 	}
 
-	at, clear := bar(c.ErrOrStderr(), "writing", true)
-	defer clear()
+	at, erase := bar(c.ErrOrStderr(), "writing", true)
+	defer erase()
 	if o.gguf != "" {
 		if err := o.saveGGUF(c, m, from, at); err != nil {
 			return err
@@ -95,7 +95,7 @@ func (o *trainOptions) save(c *cobra.Command, m *llm.Model, from origin) error {
 		return err
 	}
 
-	clear()
+	erase()
 	if !o.quiet {
 		o.report(c.ErrOrStderr())
 	}

@@ -16,9 +16,9 @@ import (
 	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
-// TestOutputsAreTried checks that a run fails before its first step if it cannot write one of its outputs
+// TestOutputsAreChecked checks that a run fails before its first step if it cannot write one of its outputs
 // at the end.
-func TestOutputsAreTried(t *testing.T) {
+func TestOutputsAreChecked(t *testing.T) {
 	blocked := func(name string) func(out string) {
 		return func(out string) {
 			require.NoError(t, os.MkdirAll(filepath.Join(out, runFolder, name, "x"), 0o777))
@@ -90,14 +90,14 @@ func TestTrainGGUF(t *testing.T) {
 // is far too high, this is not the last one.
 func TestKeepBest(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "out")
-	told := stderrOf(t, short(out, "--keep-best", "--eval-every", "1", "--lr", "5", "--schedule",
+	stderr := stderrOf(t, short(out, "--keep-best", "--eval-every", "1", "--lr", "5", "--schedule",
 		"constant", "--steps", "6")...)
 	var b best
 	text, err := os.ReadFile(filepath.Join(out, runFolder, bestFigures))
 	require.NoError(t, err)
 	require.NoError(t, json.Unmarshal(text, &b))
 	require.Less(t, b.Step, 6)
-	require.Contains(t, told, fmt.Sprintf("best      the model after step %d", b.Step))
+	require.Contains(t, stderr, fmt.Sprintf("best      the model after step %d", b.Step))
 
 	last := filepath.Join(t.TempDir(), "out")
 	stderrOf(t, short(last, "--eval-every", "1", "--lr", "5", "--schedule", "constant", "--steps",
@@ -121,32 +121,32 @@ func TestFullDisk(t *testing.T) {
 // TestReports checks that train and convert name the saved files and possible next commands.
 func TestReports(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "my out")
-	told := stderrOf(t, short(out)...)
-	require.Contains(t, told, "saved     the model in "+out)
-	require.Contains(t, told, "next      kasmina generate -m '"+out+"' -p TEXT")
-	require.Contains(t, told, "settings  adamw, learning rate 0.0001")
-	require.Contains(t, told, "memory    245.2 KiB for the optimizer's moments")
+	stderr := stderrOf(t, short(out)...)
+	require.Contains(t, stderr, "saved     the model in "+out)
+	require.Contains(t, stderr, "next      kasmina generate -m '"+out+"' -p TEXT")
+	require.Contains(t, stderr, "settings  adamw, learning rate 0.0001")
+	require.Contains(t, stderr, "memory    245.2 KiB for the optimizer's moments")
 
 	copied := filepath.Join(t.TempDir(), "copied")
-	told = stderrOf(t, "convert", "-m", tiny, "-o", copied)
-	require.Contains(t, told, "saved     "+copied+" (")
-	require.Contains(t, told, "next      kasmina generate -m "+copied)
+	stderr = stderrOf(t, "convert", "-m", tiny, "-o", copied)
+	require.Contains(t, stderr, "saved     "+copied+" (")
+	require.Contains(t, stderr, "next      kasmina generate -m "+copied)
 
 	bare := filepath.Join(t.TempDir(), "bare")
 	require.NoError(t, os.CopyFS(bare, os.DirFS(testdata+"/llama2")))
-	told = stderrOf(t, "convert", "-m", bare, "-o", filepath.Join(t.TempDir(), "x"))
-	require.Contains(t, told, "tokenizer "+bare+" has none to copy")
-	require.NotContains(t, told, "next")
+	stderr = stderrOf(t, "convert", "-m", bare, "-o", filepath.Join(t.TempDir(), "x"))
+	require.Contains(t, stderr, "tokenizer "+bare+" has none to copy")
+	require.NotContains(t, stderr, "next")
 	require.Equal(t, `'it'\''s'`, quoted("it's"))
 }
 
 // TestFrozen checks that the number of trainable parameters is reported separately with adapters.
 func TestFrozen(t *testing.T) {
-	told := stderrOf(t, short(filepath.Join(t.TempDir(), "out"), "--adapters", "all", "--rank", "2")...)
+	stderr := stderrOf(t, short(filepath.Join(t.TempDir(), "out"), "--adapters", "all", "--rank", "2")...)
 	f, err := hf.Open(tiny)
 	require.NoError(t, err)
 	defer f.Close()
-	require.Regexp(t, `training [\d,]+ of [\d,]+ parameters \([\d.]+%\)`, told)
-	require.Contains(t, told, "frozen model of 31,392 parameters")
-	require.False(t, strings.Contains(told, "weight decay 0.1"))
+	require.Regexp(t, `training [\d,]+ of [\d,]+ parameters \([\d.]+%\)`, stderr)
+	require.Contains(t, stderr, "frozen model of 31,392 parameters")
+	require.False(t, strings.Contains(stderr, "weight decay 0.1"))
 }

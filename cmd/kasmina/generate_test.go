@@ -98,8 +98,8 @@ func TestMoreTokensThanModel(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// TestSaveIsTriedFirst checks that a run which could not save its model fails before its first step.
-func TestSaveIsTriedFirst(t *testing.T) {
+// TestSaveIsCheckedFirst checks that a run which could not save its model fails before its first step.
+func TestSaveIsCheckedFirst(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "model")
 	require.NoError(t, os.CopyFS(dir, os.DirFS(tiny)))
 	require.NoError(t, os.Mkdir(filepath.Join(dir, "vocab.json"), 0o777)) // so it cannot be copied

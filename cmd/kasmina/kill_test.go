@@ -278,7 +278,7 @@ func (r *killedRun) kill(t *testing.T, out string, a aim, history []string) bool
 	}
 
 	c := r.command(t, out, env...)
-	text := &told{}
+	text := &watchedOutput{}
 	c.Stdout, c.Stderr = text, text
 	require.NoError(t, c.Start())
 	if a.point == "" {

@@ -30,9 +30,9 @@ const (
 
 // kasmina runs the command.
 func kasmina(t *testing.T, args ...string) (stdout string, err error) {
-	var out, told bytes.Buffer
-	err = run(t.Context(), args, &out, &told)
-	t.Log(told.String())
+	var out, stderr bytes.Buffer
+	err = run(t.Context(), args, &out, &stderr)
+	t.Log(stderr.String())
 	return out.String(), err
 }
 
@@ -315,15 +315,15 @@ func TestTrainProgress(t *testing.T) {
 		if quiet {
 			args = append(args, "--quiet")
 		}
-		var stdout, told bytes.Buffer
-		require.NoError(t, run(t.Context(), args, &stdout, &told))
+		var stdout, stderr bytes.Buffer
+		require.NoError(t, run(t.Context(), args, &stdout, &stderr))
 		require.Empty(t, stdout.String())
-		require.NotContains(t, told.String(), "\r")
-		require.NotContains(t, told.String(), "\x1b")
+		require.NotContains(t, stderr.String(), "\r")
+		require.NotContains(t, stderr.String(), "\x1b")
 		if quiet {
-			require.Empty(t, told.String())
+			require.Empty(t, stderr.String())
 		} else {
-			require.Contains(t, told.String(), "] 3/3 ")
+			require.Contains(t, stderr.String(), "] 3/3 ")
 		}
 		log, err := os.ReadFile(filepath.Join(out, runFolder, logName))
 		require.NoError(t, err)

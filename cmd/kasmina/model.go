@@ -99,8 +99,8 @@ func openGPU(w *comm.World) (*cudaops.Device, error) {
 // load reads the model of a folder and shows a progress bar.
 func load(ctx context.Context, f *hf.Folder, stderr io.Writer, opts ...hf.LoadOption) (*llm.Model,
 	error) {
-	at, clear := bar(stderr, "loading", true)
-	defer clear()
+	at, erase := bar(stderr, "loading", true)
+	defer erase()
 	return f.Load(ctx, append(opts, hf.WithProgress(at))...)
 }
 
@@ -146,8 +146,8 @@ func inference(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Devic
 		return &llm.Inference{Model: m}, err
 	}
 
-	at, clear := bar(stderr, "loading", true)
-	defer clear()
+	at, erase := bar(stderr, "loading", true)
+	defer erase()
 	config := f.Config
 	config.Seq = seq
 	w := &counted{Folder: f, at: at}

@@ -22,8 +22,8 @@ type origin interface {
 		lattice ...state.Option) (*llm.Model, error)
 	// saving returns the options for saving the trained model in the format of transformers.
 	saving() []hf.SaveOption
-	// keep writes files that a later process needs to continue the run. Checkpoints come after it.
-	keep() error
+	// persist writes files that a later process needs to continue the run. Checkpoints come after it.
+	persist() error
 	Close() error
 }
 
@@ -64,4 +64,4 @@ func (p published) model(ctx context.Context, stderr io.Writer, change func(*llm
 
 func (p published) saving() []hf.SaveOption { return []hf.SaveOption{hf.Like(p.Folder)} }
 
-func (p published) keep() error { return nil }
+func (p published) persist() error { return nil }

@@ -13,8 +13,8 @@ import (
 const wide = 80
 
 // bar shows the progress of a job on a terminal, and nothing elsewhere. The function at may be called
-// from several goroutines; clear removes the bar.
-func bar(w io.Writer, what string, bytes bool) (at func(done, of int64), clear func()) {
+// from several goroutines; erase removes the bar.
+func bar(w io.Writer, what string, bytes bool) (at func(done, of int64), erase func()) {
 	f, ok := w.(*os.File)
 	if !ok || !term.IsTerminal(int(f.Fd())) {
 		return func(int64, int64) {}, func() {}

@@ -88,27 +88,27 @@ func program(t *testing.T, env []string, args ...string) *exec.Cmd {
 	return c
 }
 
-// told collects the output of a program, so that tests can wait for it.
-type told struct {
-	mu   sync.Mutex
-	text bytes.Buffer
-	seen string
-	at   func()
+// watchedOutput collects the output of a program, so that tests can wait for it.
+type watchedOutput struct {
+	mu    sync.Mutex
+	text  bytes.Buffer
+	want  string
+	found func() // is called once the text contains want
 }
 
-// Write adds to the output. When the output contains the expected text, it calls the function.
-func (w *told) Write(p []byte) (int, error) {
+// Write adds to the output. When the output contains the expected text, it calls found, once.
+func (w *watchedOutput) Write(p []byte) (int, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	n, err := w.text.Write(p)
-	if w.at != nil && strings.Contains(w.text.String(), w.seen) {
-		w.at()
-		w.at = nil
+	if w.found != nil && strings.Contains(w.text.String(), w.want) {
+		w.found()
+		w.found = nil
 	}
 	return n, err
 }
 
-func (w *told) String() string {
+func (w *watchedOutput) String() string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.text.String()
@@ -145,11 +145,11 @@ func TestTrainGPUs(t *testing.T) {
 	_, err := kasmina(t, training(alone, steps...)...)
 	require.NoError(t, err)
 
-	w := &told{seen: "step"}
+	w := &watchedOutput{want: "step"}
 	c := program(t, nil, training(together, append(steps, "--gpus", "2",
 		"--save-parts")...)...)
 	c.Stdout, c.Stderr = w, w
-	w.at = func() { _ = c.Process.Signal(os.Interrupt) }
+	w.found = func() { _ = c.Process.Signal(os.Interrupt) }
 	err = c.Run()
 	require.Contains(t, w.String(), "[0] ranks     2 processes, according to the variables of torchrun")
 	if err == nil {
@@ -201,9 +201,9 @@ func freePort(t *testing.T) string {
 	return strconv.Itoa(l.Addr().(*net.TCPAddr).Port)
 }
 
-// TestTrainPlaces checks that the command joins the other ranks under torchrun and Slurm, and that it
+// TestTrainUnderLaunchers checks that the command joins the other ranks under torchrun and Slurm, and that it
 // starts them on a node of Kubeflow Trainer.
-func TestTrainPlaces(t *testing.T) {
+func TestTrainUnderLaunchers(t *testing.T) {
 	dir := t.TempDir()
 	alone := filepath.Join(dir, "alone")
 	_, err := kasmina(t, training(alone, "--steps", "2")...)
@@ -233,7 +233,7 @@ func TestTrainPlaces(t *testing.T) {
 			errs := make([]error, len(places))
 			for i, place := range places {
 				c := program(t, append(place, common...), training(out, "--steps", "2")...)
-				w := &told{}
+				w := &watchedOutput{}
 				c.Stdout, c.Stderr = w, w
 				wait.Go(func() {
 					if err := c.Run(); err != nil {
@@ -291,9 +291,9 @@ func TestRanksJob(t *testing.T) {
 	require.ErrorContains(t, err, "accumulate 2")
 }
 
-// TestPartsAreTried checks that the run ends before the first step if a rank cannot write its part of a
+// TestPartsAreChecked checks that the run ends before the first step if a rank cannot write its part of a
 // checkpoint.
-func TestPartsAreTried(t *testing.T) {
+func TestPartsAreChecked(t *testing.T) {
 	outs := []string{filepath.Join(t.TempDir(), "out"), filepath.Join(t.TempDir(), "out")}
 	require.NoError(t, os.MkdirAll(outs[1], 0o777))
 	require.NoError(t, os.WriteFile(filepath.Join(outs[1], runFolder), nil, 0o666))

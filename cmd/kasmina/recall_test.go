@@ -29,9 +29,9 @@ func TestResumeRecallsOptions(t *testing.T) {
 	t.Chdir(t.TempDir())
 	_, err := kasmina(t, "train", "--out", out)
 	require.ErrorContains(t, err, "holds a run: add --resume to continue it")
-	told := stderrOf(t, "train", "--resume", "--out", out)
-	require.Contains(t, told, "settings  muon, learning rate 0.002")
-	require.NotContains(t, told, "other settings")
+	stderr := stderrOf(t, "train", "--resume", "--out", out)
+	require.Contains(t, stderr, "settings  muon, learning rate 0.002")
+	require.NotContains(t, stderr, "other settings")
 	require.Equal(t, want, trained(t, out))
 
 	// Options on the command line override the recalled ones.
@@ -51,8 +51,8 @@ func TestExtend(t *testing.T) {
 
 	_, err := kasmina(t, short(out, "--steps", "9")...)
 	require.ErrorContains(t, err, "add --resume and more --steps to extend it")
-	told := stderrOf(t, "train", "--resume", "--out", out, "--steps", "9")
-	require.Contains(t, told, "from step 4 to step 9")
+	stderr := stderrOf(t, "train", "--resume", "--out", out, "--steps", "9")
+	require.Contains(t, stderr, "from step 4 to step 9")
 	require.NotEqual(t, before, trained(t, out))
 	mine, err := os.ReadFile(filepath.Join(out, "README.md"))
 	require.NoError(t, err)

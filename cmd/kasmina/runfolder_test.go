@@ -41,9 +41,9 @@ func snapshotOf(t *testing.T, dir string) map[string]string {
 // stderrOf runs a command that must succeed and returns its standard error.
 func stderrOf(t *testing.T, args ...string) string {
 	t.Helper()
-	var out, told bytes.Buffer
-	require.NoError(t, run(t.Context(), args, &out, &told))
-	return told.String()
+	var out, stderr bytes.Buffer
+	require.NoError(t, run(t.Context(), args, &out, &stderr))
+	return stderr.String()
 }
 
 // TestFinishedRun checks that the command of a finished run reports this and changes nothing, and that
@@ -189,9 +189,9 @@ func TestForeignFolders(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// TestFolderOfOne checks that only one run at a time uses a folder, and that an error before the first
+// TestConcurrentRuns checks that only one run at a time uses a folder, and that an error before the first
 // step does not create files.
-func TestFolderOfOne(t *testing.T) {
+func TestConcurrentRuns(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "a", "out")
 	_, err := kasmina(t, short(out, "--data", "none")...)
 	require.Error(t, err)

@@ -258,13 +258,13 @@ func (o *trainOptions) trainTokenizer(ctx context.Context, stderr io.Writer, tex
 		return fmt.Errorf("--data: %w", err)
 	}
 
-	at, clear := bar(stderr, "training the tokenizer", false)
+	at, erase := bar(stderr, "training the tokenizer", false)
 	model, config, err := tokenizers.Train(ctx, bytes.NewReader(sample), o.scratch.vocab,
 		tokenizerPattern, func(merges, of int) error {
 			at(int64(merges), int64(of))
 			return context.Cause(ctx)
 		})
-	clear()
+	erase()
 	if err != nil {
 		return err
 	}
@@ -308,8 +308,8 @@ func (n *newModel) saving() []hf.SaveOption {
 	return how
 }
 
-// keep writes the trained tokenizer to the folder of the run.
-func (n *newModel) keep() error {
+// persist writes the trained tokenizer to the folder of the run.
+func (n *newModel) persist() error {
 	for _, name := range slices.Sorted(maps.Keys(n.files)) {
 		err := atomicfile.WriteMkdir(filepath.Join(n.folder, name), func(f *os.File) error {
 			_, err := f.Write(n.files[name])

@@ -92,8 +92,8 @@ func (o *textOptions) tokens(c *cobra.Command, m machines, text *data.Text,
 	path := filepath.Join(o.cache, fmt.Sprintf("%.16s-%s.tokens", fingerprint, tok.Name()))
 	err = m.team.InTurn(func() error {
 		defer m.team.Busy("encoding the text")()
-		at, clear := bar(c.ErrOrStderr(), "encoding", true)
-		defer clear()
+		at, erase := bar(c.ErrOrStderr(), "encoding", true)
+		defer erase()
 		file, err := data.CacheTokens(c.Context(), path, text, tok, func(done, of int64) error {
 			at(done, of)
 			return nil

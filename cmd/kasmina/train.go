@@ -496,7 +496,7 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s st
 		if err := o.dir().writeManifest(run.next(optionsOf(c))); err != nil {
 			return err
 		}
-		return from.keep()
+		return from.persist()
 	}); err != nil {
 		return err
 	}
@@ -606,7 +606,7 @@ func (o *trainOptions) watch(c *cobra.Command, t *llm.Trainer, on machines,
 	}
 
 	if o.adapters.where != "" && !o.quiet {
-		t.On(o.adapters.told(t, c))
+		t.On(o.adapters.report(t, c))
 	}
 
 	if err := o.describe(shown, t.Model.Config); err != nil {

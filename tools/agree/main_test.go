@@ -69,7 +69,7 @@ func TestGPUAgreesWithPyTorch(t *testing.T) {
 
 func TestCompare(t *testing.T) {
 	for name, c := range map[string]struct {
-		a, b, tolerance, says string
+		a, b, tolerance, want string
 	}{
 		"within":    {"[2, 1]", "[2, 1.001]", "2e-3", ""},
 		"beyond":    {"[2, 1]", "[2, 1.001]", "1e-4", "step 2"},
@@ -83,15 +83,15 @@ func TestCompare(t *testing.T) {
 			}
 		}
 		err := run([]string{"compare", "-tolerance", c.tolerance, dir}, io.Discard, io.Discard)
-		if (err == nil) != (c.says == "") || err != nil && !strings.Contains(err.Error(), c.says) {
-			t.Errorf("%s: %v, want an error that says %q", name, err, c.says)
+		if (err == nil) != (c.want == "") || err != nil && !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s: %v, want an error containing %q", name, err, c.want)
 		}
 	}
 }
 
 // TestNoise compares two programs that differ by 0.1, in runs that differ by 0.5 or by 0.05.
 func TestNoise(t *testing.T) {
-	for apart, says := range map[string]string{"0.5": "", "0.05": "step 2"} {
+	for distance, want := range map[string]string{"0.5": "", "0.05": "step 2"} {
 		var dirs []string
 		for run := range 3 {
 			dir := t.TempDir()
@@ -99,7 +99,7 @@ func TestNoise(t *testing.T) {
 			for program, offset := range map[string]float64{"a": 0, "b": 0.1} {
 				first := 4 + offset
 				if run > 0 {
-					d, err := strconv.ParseFloat(apart, 64)
+					d, err := strconv.ParseFloat(distance, 64)
 					if err != nil {
 						t.Fatal(err)
 					}
@@ -113,12 +113,12 @@ func TestNoise(t *testing.T) {
 		}
 		var out strings.Builder
 		err := run(append([]string{"noise", "-span", "2"}, dirs...), &out, io.Discard)
-		if (err == nil) != (says == "") || err != nil && !strings.Contains(err.Error(), says) {
-			t.Errorf("runs %s apart: %v, want an error that says %q\n%s", apart,
-				err, says, out.String())
+		if (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
+			t.Errorf("runs that differ by %s: %v, want an error containing %q\n%s", distance,
+				err, want, out.String())
 		}
 		if !strings.Contains(out.String(), "0.10000") {
-			t.Errorf("runs %s apart: no difference of 0.1 in\n%s", apart, out.String())
+			t.Errorf("runs that differ by %s: no difference of 0.1 in\n%s", distance, out.String())
 		}
 	}
 }

@@ -109,9 +109,9 @@ func TestOptions(t *testing.T) {
 	}
 }
 
-// TestTableOfNoFile checks that only regular files are accepted. Reading a pipe could block, and a device
+// TestTableNeedsRegularFile checks that only regular files are accepted. Reading a pipe could block, and a device
 // could be endless.
-func TestTableOfNoFile(t *testing.T) {
+func TestTableNeedsRegularFile(t *testing.T) {
 	for _, path := range []string{t.TempDir(), os.DevNull} {
 		_, err := readResults(path)
 		require.ErrorContains(t, err, "want a regular file")

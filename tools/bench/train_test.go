@@ -40,8 +40,8 @@ func TestTraceFile(t *testing.T) {
 	}
 }
 
-// TestProfileNowhere checks that a trace which cannot be written is refused before anything is measured.
-func TestProfileNowhere(t *testing.T) {
+// TestUnwritableProfile checks that a trace which cannot be written is refused before anything is measured.
+func TestUnwritableProfile(t *testing.T) {
 	for path, ok := range map[string]bool{"": true, "out.json": true,
 		filepath.Join(t.TempDir(), "out.json"): true, "nowhere/out.json": false} {
 		o := options{steps: 1, profile: path}

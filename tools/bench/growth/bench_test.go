@@ -243,10 +243,10 @@ func TestBenchLimit(t *testing.T) {
 	require.Contains(t, stderr.String(), "2 of 2 runs are left for the next call")
 }
 
-// TestBenchGoesOnAfterAFailure checks that a failing run does not prevent the remaining runs, and that
+// TestBenchContinuesAfterFailure checks that a failing run does not prevent the remaining runs, and that
 // the call returns its error. The run of the growing model fails because a file has the name of the
 // folder for decisions.
-func TestBenchGoesOnAfterAFailure(t *testing.T) {
+func TestBenchContinuesAfterFailure(t *testing.T) {
 	out := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(out, "decisions"), nil, 0o666))
 	var stdout strings.Builder

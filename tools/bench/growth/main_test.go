@@ -73,8 +73,8 @@ func TestRun(t *testing.T) {
 		&stderr), &stderr)
 	l := lastLine(t, stdout.String())
 	require.Equal(t, []uint64{1, 2}, l.Seeds)
-	told := strings.Count(stderr.String(), "Stack of size 2, 2 blocks to 4")
-	require.Equal(t, 2, told)
+	growths := strings.Count(stderr.String(), "Stack of size 2, 2 blocks to 4")
+	require.Equal(t, 2, growths)
 	if !strings.Contains(stderr.String(), "taken back") {
 		require.Equal(t, l.Parameters, l.Become)
 	}

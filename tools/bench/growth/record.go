@@ -108,16 +108,16 @@ type studySettings struct {
 // openStudy opens or creates a folder of records. Records of runs with other settings are an error.
 func openStudy(dir string, settings studySettings) (*study, error) {
 	s := &study{dir: dir, records: map[string]record{}, studySettings: settings}
-	var there studySettings
-	switch err := readJSON(s.path("study"), &there); {
+	var stored studySettings
+	switch err := readJSON(s.path("study"), &stored); {
 	case errors.Is(err, fs.ErrNotExist):
 		return s, s.saveSettings()
 	case err != nil:
 		return nil, err
 	}
 
-	s.Speed = there.Speed
-	if !reflect.DeepEqual(there, s.studySettings) {
+	s.Speed = stored.Speed
+	if !reflect.DeepEqual(stored, s.studySettings) {
 		return nil, fmt.Errorf("%s contains runs of another model, text or precision: choose another "+
 			"-out, or use the options of its runs", dir)
 	}
