@@ -194,9 +194,9 @@ func (s *saving) save(ctx context.Context, dir string, m *llm.Model) (err error)
 	})
 }
 
-// Plain returns a model without Kasmina layers, as other programs represent it. Growth that is fossilized
-// at weights and in the residual stream becomes part of the model, and the parameters are then copies. If
-// any other seed changes the model's results, Plain returns an error that names the seed.
+// Plain returns the model as other programs represent it. Growth that is fossilized at weights and in the
+// residual stream becomes part of the model, and the parameters are then copies. If any other seed
+// changes the model's results, Plain returns an error that names the seed.
 //
 // While a trainer runs, Plain waits until the current step ends. If it returns m itself, training
 // continues to change the result.

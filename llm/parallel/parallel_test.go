@@ -155,7 +155,8 @@ func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	tr.On(func(e llm.Event) error {
-		// after the checkpoint of the step, which therefore excludes the commands
+		// Submitted commands take effect after the step's checkpoint, so a resumed run submits them again
+		// when it starts.
 		if s.commands && (e.Kind == llm.StepEnd || e.Kind == llm.RunStart) {
 			for _, c := range commandsAt(e.Step) {
 				if rank < 0 || e.Step%size == rank { // a different rank at each step
