@@ -318,8 +318,8 @@ func (s *store) verdict() *RankError {
 		}
 		return &RankError{member: silent.member, Reason: fmt.Sprintf(
 			"hangs: no message for %v%s. %s", s.deadline, doing, s.steps())}
-	// A rank without progress may be waiting on its GPU for another rank, which it cannot report.
-	// It is blamed only if no rank makes progress.
+	// A rank without progress may be waiting on its GPU for another rank, without being able to report
+	// it. It is blamed only if no rank makes progress.
 	case still.pulse.Still > s.deadline && time.Since(s.progress) > s.deadline:
 		return &RankError{member: still.member, Reason: fmt.Sprintf(
 			"hangs: no progress for %v. %s", s.deadline, s.steps())}

@@ -24,7 +24,8 @@ type DropoutOp struct {
 	Salt uint64
 }
 
-// Dropout sets each element to 0 with probability p and scales the others, so that the mean stays:
+// Dropout sets each element to 0 with probability p and scales all other elements such that the mean is
+// preserved:
 //
 //	y = x ⊙ mask/(1−p)
 //

@@ -39,7 +39,7 @@ func FrozenLinear(x, w *gorgonia.Node) (*gorgonia.Node, error) {
 	return newLinear("FrozenLinear", frozenConfig, x, w)
 }
 
-// frozenConfig is the configuration of ops whose weights have no gradients.
+// frozenConfig is the configuration of ops with frozen weights.
 const frozenConfig = "frozen"
 
 func newLinear(name, config string, x, w *gorgonia.Node) (*gorgonia.Node, error) {
@@ -78,7 +78,7 @@ func linear[T cpu.Float](o *LinearOp, y []T, args opbase.Args) error {
 // DiffWRT reports that the op is differentiable in x and, unless it is frozen, in w.
 func (o *LinearOp) DiffWRT(int) []bool { return []bool{true, !o.Frozen} }
 
-// SymDiff returns the gradients of x and w. That of a frozen w is nil.
+// SymDiff returns the gradients of x and w. The gradient of a frozen w is nil.
 func (o *LinearOp) SymDiff(inputs gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	if err := opbase.CheckGradient(&o.Base, inputs, output, grad); err != nil {

@@ -96,7 +96,7 @@ func linearCrossEntropy[T cpu.Float](o *LinearCrossEntropyOp, loss []T, in opbas
 // DiffWRT reports that the op is differentiable in x and, unless it is frozen, in w.
 func (o *LinearCrossEntropyOp) DiffWRT(int) []bool { return []bool{true, !o.Frozen, false} }
 
-// SymDiff returns the gradients of x and w. That of a frozen w is nil.
+// SymDiff returns the gradients of x and w. The gradient of a frozen w is nil.
 func (o *LinearCrossEntropyOp) SymDiff(in gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {

@@ -21,7 +21,7 @@ import (
 // ScaleColumnsOp is the op that [ScaleColumns] applies.
 type ScaleColumnsOp struct{ opbase.Base }
 
-// ScaleColumns multiplies each feature by a factor of its own:
+// ScaleColumns multiplies each feature by a separate factor:
 //
 //	y[r] = x[r] ⊙ f
 //

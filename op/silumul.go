@@ -25,8 +25,8 @@ type SiLUMulOp struct {
 //
 //	y = silu(a) ⊙ b,  silu(a) = a/(1+exp(−a))
 //
-// a, b and y are [rows, F], float32 or float64. [SiLUMLP] computes the whole perceptron in one op.
-// SiLUMul is for perceptrons whose linear layers have adapters or frozen weights.
+// a, b and y are [rows, F], float32 or float64. [SiLUMLP] computes the whole perceptron in one op. Use
+// SiLUMul if the linear layers of the perceptron have adapters or frozen weights.
 func SiLUMul(a, b *gorgonia.Node) (*gorgonia.Node, error) { return gateMul("SiLUMul", false, a, b) }
 
 // GELUMul is the gate of Gemma's perceptron. It is [SiLUMul] with the tanh approximation of GELU:

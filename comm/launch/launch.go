@@ -42,7 +42,8 @@ type Job struct {
 	Path string
 	Args []string
 	Dir  string
-	// Env is the environment of the processes, to which their places are added; nil means os.Environ().
+	// Env is the environment of the processes, apart from the variables of their places; nil means
+	// os.Environ().
 	Env []string
 	// PerNode is the number of processes on this host.
 	PerNode int

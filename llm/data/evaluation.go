@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// An Evaluation is held-out text divided into batches, which are always the same. Every token except the
-// first is a target exactly once. Unused rows of the last batch have the target -1. Methods may be called
+// An Evaluation is held-out text divided into a fixed list of batches. Every token except the first is a
+// target exactly once. Unused rows of the last batch have the target -1. Methods may be called
 // concurrently.
 type Evaluation struct {
 	ids       []int

@@ -49,7 +49,7 @@ func TestCallbackFailsBeforeMeeting(t *testing.T) {
 	for name, c := range map[string]struct {
 		set          func(s *setup)
 		kind         llm.EventKind
-		before       func(t *testing.T, tr *llm.Trainer) // callbacks before the one that fails
+		before       func(t *testing.T, tr *llm.Trainer) // callbacks before the failing one
 		after        func(t *testing.T, tr *llm.Trainer)
 		noStepsAhead bool // the other ranks cannot know beforehand that they will meet
 	}{

@@ -16,8 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// maskedLosses trains on sequences of which different numbers of tokens are learned, and returns the
-// losses of the steps.
+// maskedLosses trains on sequences with different numbers of targets and returns the losses of the steps.
 func maskedLosses(ctx context.Context, batch, accumulate int, engine func(*llm.Model, optim.Optimizer,
 	llm.TrainConfig) (llm.Engine, error)) (losses []float64, err error) {
 	c := llm.Config{Vocab: 64, Dim: 16, Layers: 1, Heads: 2, Seq: 12, Documents: true}.Default()

@@ -26,7 +26,7 @@ func lines(from, to int, loss string) string {
 // TestTail checks that a Tail continues with the new records of a growing log, and starts over when
 // another log has taken its place, however that happened.
 func TestTail(t *testing.T) {
-	long := lines(1, 400, "2.5") // several times what a Tail compares
+	long := lines(1, 400, "2.5") // several times as long as the marks that a Tail compares
 	for name, c := range map[string]struct {
 		change  func(t *testing.T, path string) // modifies the log
 		restart bool

@@ -77,7 +77,7 @@ func Merges(ctx context.Context, text io.Reader, vocab int, next func(text []byt
 	return merges, nil
 }
 
-// cutter divides text into pieces, each of which depends on a limited number of bytes.
+// cutter divides text into pieces. Each piece depends on a limited number of bytes.
 type cutter struct {
 	next  func(text []byte) int
 	reach int
