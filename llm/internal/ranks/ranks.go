@@ -24,9 +24,9 @@ type Ranks interface {
 
 // Swap sends a value to all ranks as JSON and returns the values of all ranks.
 //
-// All ranks must exchange the same kind of value, with one exception. A rank whose callback has failed
-// calls Between, whatever the other ranks are about to do. If they call Swap for something else, it
-// returns a [Failure].
+// All ranks must exchange the same kind of value, with one exception: a rank with a failed callback calls
+// Between, whatever the other ranks are about to do. If they call Swap for another purpose, it returns a
+// [Failure].
 func Swap[T any](e Ranks, what string, own T) ([]T, error) {
 	text, err := json.Marshal(own)
 	if err != nil {
@@ -56,8 +56,8 @@ func Swap[T any](e Ranks, what string, own T) ([]T, error) {
 	return all, nil
 }
 
-// A Failure is the error of a rank whose callback has failed while other ranks were about to do
-// something together. All ranks have received it, so it need not be exchanged again.
+// A Failure is the error of a rank with a failed callback, received by the other ranks when they were
+// about to do something together. Since all ranks have received it, it need not be exchanged again.
 type Failure struct {
 	Rank int
 	Text string
