@@ -21,7 +21,7 @@ type adapters struct {
 	seed     uint64 // random seed for --adapters random
 }
 
-// adapterPlaces maps the values of --adapters to ways to choose layers.
+// adapterPlaces maps the values of --adapters to the controller's ways of choosing layers.
 var adapterPlaces = map[string]control.Where{"grow": control.Unhealthiest,
 	"all": control.AllAtOnce, "random": control.AtRandom}
 
@@ -64,7 +64,7 @@ func (a *adapters) config(c *llm.Config, t *llm.TrainConfig) {
 	t.Frozen, t.Directed = true, a.directed || a.where == "grow"
 }
 
-// grow makes a trainer plant adapters.
+// grow makes the trainer plant adapters.
 func (a *adapters) grow(t *llm.Trainer) error {
 	if a.where == "" {
 		return nil

@@ -50,8 +50,8 @@ Runs that are still in progress are followed. Ctrl-C ends the command.`,
 	return c
 }
 
-// withLogs returns the runs that have a log, and reports to w which have none, or an empty one. It
-// returns an error if no run has a log.
+// withLogs returns the runs that have a log. It reports runs without a log, or with an empty one, to w,
+// and returns an error if no run has a log.
 func withLogs(w io.Writer, runs []string) (found []string, err error) {
 	var missing []string
 	for _, run := range runs {

@@ -69,7 +69,7 @@ func (o *convertOptions) run(c *cobra.Command) error {
 		if kind, err = gguf.ParseType(o.gguf); err != nil {
 			return fmt.Errorf("--gguf: %w", err)
 		}
-		// A wrong --out is reported before the model is loaded.
+		// Report an unusable --out before the model is loaded.
 		if _, err := os.Lstat(o.out); err == nil {
 			return fmt.Errorf("--out: %s exists: name a new file, or remove that one", o.out)
 		}
@@ -129,7 +129,7 @@ func (o *convertOptions) check(f *hf.Folder, kind gguf.Type, opts []hf.SaveOptio
 	return hf.CheckSave(f.Config, append(opts, hf.Like(f))...)
 }
 
-// differencesOf reports where llama.cpp treats a text in another way than the model's tokenizer.
+// differencesOf reports texts that llama.cpp tokenizes differently from the model's tokenizer.
 func differencesOf(w io.Writer, f *hf.Folder) error {
 	all, err := gguf.Differences(f)
 	for _, d := range all {

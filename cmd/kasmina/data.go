@@ -71,14 +71,14 @@ problems and warnings. The exit code is 1 if there are problems.`,
 	return c
 }
 
-// checked is the last line of output.
+// checked is the JSON object on the last line of output.
 type checked struct {
 	Examples  int `json:"examples"`
 	Sequences int `json:"sequences"`
 	Tokens    int `json:"tokens"`
 	Learned   int `json:"learned"`
 	Longest   int `json:"longest"`
-	Rows      int `json:"rows"` // of --seq tokens, when packed
+	Rows      int `json:"rows"` // number of packed sequences of --seq tokens
 	Problems  int `json:"problems"`
 	Warnings  int `json:"warnings"`
 }
@@ -128,8 +128,7 @@ func (o *dataCheck) run(c *cobra.Command, path string) error {
 	return nil
 }
 
-// encoder returns an encoder for the model. It works without a chat template, until there is a
-// conversation.
+// encoder returns an encoder for the model. It needs a chat template only for conversations.
 func (o *dataCheck) encoder() (*chatdata.Encoder, error) {
 	f, err := hf.Open(o.model)
 	if err != nil {
@@ -149,7 +148,7 @@ func (o *dataCheck) encoder() (*chatdata.Encoder, error) {
 
 	end := slices.Clone(f.Generation.End)
 	if id := tok.EndOfDocument(); id >= 0 {
-		// The tokenizer's end-of-text token ends texts. Every end token can end a turn.
+		// Texts end with the tokenizer's end-of-text token. A turn can end with any end token.
 		end = append([]int{id}, slices.DeleteFunc(end, func(e int) bool { return e == id })...)
 	}
 
@@ -219,7 +218,7 @@ func (o *dataCheck) printHistogram(w io.Writer, r *chatdata.Report) {
 	fmt.Fprintln(w)
 }
 
-// list writes problems or warnings, the first ones with their conversations.
+// list writes problems or warnings. The first ones include their conversations.
 func (o *dataCheck) list(w io.Writer, kind string, all []*chatdata.Problem) {
 	if len(all) == 0 {
 		return
@@ -245,8 +244,8 @@ func (o *dataCheck) list(w io.Writer, kind string, all []*chatdata.Problem) {
 	fmt.Fprintln(w)
 }
 
-// colored returns a sequence for a terminal: learned tokens are green, and the background alternates
-// from token to token.
+// colored returns a line for a terminal: learned tokens are green, and the background alternates between
+// tokens.
 func colored(e *chatdata.Encoder, s chatdata.Sequence) string {
 	var text strings.Builder
 	for i, id := range s.IDs {
@@ -258,7 +257,7 @@ func colored(e *chatdata.Encoder, s chatdata.Sequence) string {
 		if s.Learn[i] {
 			foreground = 46 // green
 		}
-		// Line ends are shown and take effect, without a background up to the margin.
+		// Show line breaks and start a new line, without extending the background to the margin.
 		for j, line := range strings.Split(string(part), "\n") {
 			if j > 0 {
 				text.WriteString("\x1b[38;5;240m⏎\x1b[0m\n")

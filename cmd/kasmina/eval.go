@@ -46,7 +46,7 @@ tokens) and bpb (bits per byte of the text that the scored tokens stand for).`,
 	return c
 }
 
-// A score is the last line that eval prints.
+// A score is the JSON object on the last line of output.
 type score struct {
 	Loss   float64 `json:"loss"`
 	Tokens int     `json:"tokens"`
@@ -79,7 +79,7 @@ func (o *common) eval(c *cobra.Command) error {
 		return fmt.Errorf("--data %s: %w", o.data, err)
 	}
 
-	// No sequence of the graph is longer than the longest window, which is the first.
+	// The first window is the longest, so it limits the sequences of the graph.
 	o.seq = len(windows[0])
 
 	device, precision, err := o.open(c.ErrOrStderr())
@@ -154,8 +154,8 @@ func (o *common) window(stderr io.Writer, c llm.Config) error {
 	return nil
 }
 
-// cut divides the tokens of a text into windows. It also returns the number of bytes that the scored
-// tokens encode.
+// cut divides the tokens of a text into windows, and returns them with the number of bytes encoded by the
+// scored tokens.
 func cut(tok vocabulary, text []byte, seq int) (windows [][]int, bytes int, err error) {
 	before, _ := tok.Affixes()
 	ids := append(before, tok.EncodeOrdinary(text)...)

@@ -45,7 +45,7 @@ func (o *trainOptions) checkSave(from origin) error {
 	return nil
 }
 
-// finalConfig returns the configuration that the model has at the end of the run.
+// finalConfig returns the configuration of the model at the end of the run.
 func (o *trainOptions) finalConfig(c llm.Config) llm.Config {
 	if o.grow == 0 {
 		return c
@@ -103,8 +103,8 @@ func (o *trainOptions) save(c *cobra.Command, m *llm.Model, from origin) error {
 	return nil
 }
 
-// saveGGUF writes the model for llama.cpp next to the folder where the model is written. It replaces
-// the file of a process that was killed.
+// saveGGUF writes the model for llama.cpp next to the staging folder. It replaces the file of a killed
+// process.
 func (o *trainOptions) saveGGUF(c *cobra.Command, m *llm.Model, from origin,
 	at func(done, of int64)) error {
 	kind, err := gguf.ParseType(o.gguf)
@@ -193,7 +193,7 @@ func (o *trainOptions) saveBest(t *llm.Trainer) llm.Callback {
 	}
 }
 
-// remedy adds to the error of a full disk what to do about it.
+// remedy adds advice to the error of a full disk.
 func (o *trainOptions) remedy(err error) error {
 	if !errors.Is(err, syscall.ENOSPC) {
 		return err

@@ -9,19 +9,19 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// A rule says whether a flag that is given has an effect next to the other flags. It returns the
-// reason if the flag has none, and "" if it has one.
+// A rule decides whether a given flag has an effect in combination with the other flags. It returns "" if
+// it has, and otherwise the reason why not.
 type rule func(f *pflag.FlagSet) string
 
-// always is the rule of flags that have an effect in any company.
+// always is the rule of flags that always have an effect.
 func always(*pflag.FlagSet) string { return "" }
 
-// later is the rule of flags that have an effect depending on more than the flags, such as the model. The
-// command itself refuses them later.
+// later is the rule of flags with an effect that depends on more than the flags, such as the model. The
+// command itself may refuse them later.
 func later(*pflag.FlagSet) string { return "" }
 
-// flagRules has a rule for every flag of every command, so that no flag is accepted in silence when it
-// does nothing.
+// flagRules contains a rule for every flag of every command, so that no flag without effect is accepted
+// silently.
 var flagRules = map[string]map[string]rule{
 	"inspect":    {"model": always},
 	"data":       {},
@@ -66,8 +66,8 @@ func ofNew(f *pflag.FlagSet) string {
 	return notWith("model", "", "whose architecture and tokenizer stay as they are")(f)
 }
 
-// onlyWith is the rule of flags that have an effect only if another flag has a value that differs
-// from none.
+// onlyWith returns the rule of a flag that has an effect only if another flag differs from the value
+// none.
 func onlyWith(other, none, what string) rule {
 	return func(f *pflag.FlagSet) string {
 		if f.Lookup(other).Value.String() != none {
@@ -77,7 +77,7 @@ func onlyWith(other, none, what string) rule {
 	}
 }
 
-// notWith is the rule of flags that have no effect if another flag has a value that differs from none.
+// notWith returns the rule of a flag that has no effect if another flag differs from the value none.
 func notWith(other, none, why string) rule {
 	return func(f *pflag.FlagSet) string {
 		if f.Lookup(other).Value.String() == none {
@@ -87,7 +87,7 @@ func notWith(other, none, why string) rule {
 	}
 }
 
-// evaluates is the rule of --keep-best, which needs evaluations to choose from.
+// evaluates is the rule of --keep-best, which needs evaluations.
 func evaluates(f *pflag.FlagSet) string {
 	return notWithValue(f, "eval-every", "0", "which evaluates the last model only")
 }
@@ -100,7 +100,7 @@ func notWithValue(f *pflag.FlagSet, other, value, why string) string {
 	return fmt.Sprintf("has no effect with --%s %s, %s: leave one of them out", other, value, why)
 }
 
-// directed is the rule of --directed: adapters that grow always follow the gradients.
+// directed is the rule of --directed. Adapters that grow always start along the gradients.
 func directed(f *pflag.FlagSet) string {
 	if f.Lookup("adapters").Value.String() == "grow" {
 		return "has no effect with --adapters grow, whose adapters always follow the gradients: leave " +
@@ -140,7 +140,7 @@ func checkFlags(c *cobra.Command) (err error) {
 	return err
 }
 
-// flagError adds to an error of the flag parser where the right flags are listed.
+// flagError adds a reference to the help to an error of the flag parser.
 func flagError(c *cobra.Command, err error) error {
 	return fmt.Errorf("%w; see %q", err, c.CommandPath()+" --help")
 }
@@ -160,7 +160,7 @@ func given(c *cobra.Command, names ...string) (all []string) {
 	return all
 }
 
-// have returns the verb for a list of flags.
+// have returns a list of flags with the verb "has" or "have".
 func have(flags []string) string {
 	if len(flags) == 1 {
 		return strings.Join(flags, "") + " has"

@@ -131,7 +131,7 @@ func (o *generateOptions) run(c *cobra.Command) error {
 		f.Generation.End)
 }
 
-// check returns an error for values that make no sense.
+// check returns an error for impossible values.
 func (o *generateOptions) check() error {
 	switch {
 	case o.n < 0:
@@ -147,10 +147,10 @@ func (o *generateOptions) check() error {
 	return nil
 }
 
-// maxPrompt is the number of bytes of a prompt that is read from standard input.
+// maxPrompt limits the bytes of a prompt from standard input.
 const maxPrompt = 64 << 20
 
-// readPrompt replaces the prompt "-" by what standard input has.
+// readPrompt reads the prompt from standard input if it is "-".
 func (o *generateOptions) readPrompt(stdin io.Reader) error {
 	if o.prompt != "-" {
 		return nil
@@ -168,10 +168,11 @@ func (o *generateOptions) readPrompt(stdin io.Reader) error {
 	return nil
 }
 
-// write prints the prompt, and then each token as it is drawn, until a token ends the text.
+// write prints the prompt, followed by each token as it is drawn, up to an end-of-text token.
 func (o *generateOptions) write(c *cobra.Command, drawn iter.Seq2[int, error],
 	d *tokenizers.Decoder, prompt []int, shown string, end []int) error {
-	// Some tokenizers drop the space of a text's first token, so the decoder has to see the prompt.
+	// Some tokenizers drop the space of a text's first token, so the decoder must process the prompt as
+	// well.
 	if err := d.Prime(prompt); err != nil {
 		return err
 	}

@@ -33,13 +33,13 @@ func main() {
 	job, err := ranksJob(args)
 	switch {
 	case job != nil:
-		// The job forwards signals to its processes, which save and end in their own time.
+		// The job forwards signals to its processes, which save and exit by themselves.
 		job.Stdout, job.Stderr = os.Stdout, stderr
 		err = launch.Run(context.Background(), *job)
 	case err == nil && saves(args):
 		err = run(launch.UntilInterrupt(stderr), args, os.Stdout, os.Stderr)
 	case err == nil:
-		// There is nothing to tell about the end of a command that saves nothing.
+		// A command that saves nothing ends silently.
 		err = run(launch.UntilInterrupt(io.Discard), args, os.Stdout, os.Stderr)
 		if errors.As(err, new(launch.Interruption)) {
 			os.Exit(launch.ExitCode(err))

@@ -13,10 +13,10 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// profileAfter is the number of steps that warm a GPU up before --profile traces one.
+// profileAfter is the number of warmup steps before --profile traces a step.
 const profileAfter = 10
 
-// engineOptions are the options of training that concern the machine which computes it.
+// engineOptions are the training options for the machine.
 type engineOptions struct {
 	gradients cudaops.Precision
 	tune      cudaops.Tuning
@@ -39,7 +39,7 @@ func (e *engineOptions) flags(c *cobra.Command) {
 	completeFlag(c, "tune", "default", "off", "cached", "full")
 }
 
-// checkValues returns an error for values that no run can have.
+// checkValues returns an error for values that are invalid in every run.
 func (e *engineOptions) checkValues() error {
 	if e.monitor < 0 || e.monitor == 1 {
 		return fmt.Errorf("--monitor is %d, want 0, or at least 2", e.monitor)

@@ -49,7 +49,7 @@ func (o *common) open(stderr io.Writer) (*cudaops.Device, cudaops.Precision, err
 	return o.openFor(nil, stderr)
 }
 
-// openFor is like open, for one of several processes.
+// openFor implements open for one of several processes.
 func (o *common) openFor(w *comm.World, stderr io.Writer) (*cudaops.Device, cudaops.Precision,
 	error) {
 	precision := cudaops.Float32
@@ -104,8 +104,9 @@ func load(ctx context.Context, f *hf.Folder, stderr io.Writer, opts ...hf.LoadOp
 	return f.Load(ctx, append(opts, hf.WithProgress(at))...)
 }
 
-// A vocabulary is a folder's tokenizer, limited to the tokens that its model has. The published tokenizer
-// of Gemma 3 has one more token, for pictures. Only texts that contain it cannot be read.
+// A vocabulary is the tokenizer of a folder, limited to the tokens of its model. For example, the
+// published tokenizer of Gemma 3 has an additional token for pictures. Only texts with such a token are
+// refused.
 type vocabulary struct {
 	*tokenizers.Tokenizer
 	size int // of the model's vocabulary
@@ -138,7 +139,7 @@ func (v vocabulary) check(ids []int) error {
 }
 
 // inference loads the model of a folder for sequences of seq tokens and shows a progress bar. If device
-// is nil, the model computes on the CPU. Otherwise its weights are read straight to the device.
+// is nil, the model computes on the CPU. Otherwise its weights are read directly to the device.
 func inference(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Device,
 	p cudaops.Precision, stderr io.Writer) (*llm.Inference, error) {
 	if device == nil {
@@ -158,7 +159,7 @@ func inference(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Devic
 	return gpu.Load(ctx, device, p, config, w)
 }
 
-// counted is a folder that reports how many bytes of its weights have been read.
+// counted is a folder that reports the number of weight bytes read so far.
 type counted struct {
 	*hf.Folder
 	at    func(done, of int64)

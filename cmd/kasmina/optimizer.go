@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// A learning holds the options that decide how gradients change the weights, besides the learning rate
-// and the limit of the gradients.
+// A learning holds the options that decide how gradients change the weights, except for the learning rate
+// and the gradient limit.
 type learning struct {
 	optimizer string
 	schedule  string
@@ -39,7 +39,7 @@ var scheduleNames = []string{cosine, linear, constant}
 const (
 	// usualRate is the default peak learning rate for fine-tuning with AdamW.
 	usualRate = 1e-4
-	// floor is the share of the peak learning rate that is left at the end.
+	// floor is the learning rate at the end, relative to the peak.
 	floor = 0.1
 	// longestWarmup is the default limit for the number of warmup steps, and timedWarmup the default
 	// number of warmup steps in a run with a time limit.
@@ -88,7 +88,7 @@ func (o *trainOptions) checkLearning() error {
 	return o.setSchedule()
 }
 
-// rate returns the peak learning rate that is used if --lr is not given.
+// rate returns the default peak learning rate.
 func (l *learning) rate() float64 {
 	choice, err := optim.ByName(l.optimizer)
 	if err != nil {
@@ -115,7 +115,7 @@ func (o *trainOptions) newOptimizer() (optim.Partial, error) {
 	return choice.New(o.lr, opts...)
 }
 
-// setSchedule sets the course of the learning rate over the steps or the time of a run.
+// setSchedule sets the learning rate schedule for the steps or the time of a run.
 func (o *trainOptions) setSchedule() (err error) {
 	timed := o.train.Budget.Time != 0
 	warmup := o.learning.warmup

@@ -14,20 +14,21 @@ import (
 
 // An origin provides the model that a run trains: a model directory, or the sizes of a new model.
 type origin interface {
-	// shape returns the configuration of the model before the run adds to it.
+	// shape returns the configuration of the model without the additions of the run.
 	shape() llm.Config
 	vocabulary() vocabulary
-	// model returns the model, with the configuration that change has adapted to the run.
+	// model returns the model. The function change adapts its configuration to the run.
 	model(ctx context.Context, stderr io.Writer, change func(*llm.Config),
 		lattice ...state.Option) (*llm.Model, error)
 	// saving returns the options for saving the trained model in the format of transformers.
 	saving() []hf.SaveOption
-	// persist writes files that a later process needs to continue the run. Checkpoints come after it.
+	// persist writes files that a later process needs to continue the run. It is called before the first
+	// checkpoint.
 	persist() error
 	Close() error
 }
 
-// origin opens the origin that the options name.
+// origin opens the origin selected by the options.
 func (o *trainOptions) origin(c *cobra.Command, m machines, s stage, text *data.Text) (origin, error) {
 	if o.model == "" {
 		return o.fromScratch(c, m, s, text)
@@ -47,7 +48,7 @@ func (o *trainOptions) origin(c *cobra.Command, m machines, s stage, text *data.
 	return published{f, tok}, nil
 }
 
-// published is the origin of a run that trains the model in a directory further.
+// published is the origin of a run that continues the training of a model in a directory.
 type published struct {
 	*hf.Folder
 	tok vocabulary

@@ -9,11 +9,11 @@ import (
 	"golang.org/x/term"
 )
 
-// wide is the number of columns that a bar with all its figures needs.
+// wide is the number of columns needed for a bar with all figures.
 const wide = 80
 
-// bar shows the progress of a job on a terminal, and nothing elsewhere. The function at may be called
-// from several goroutines; erase removes the bar.
+// bar shows the progress of a job on a terminal, and nothing elsewhere. The function at sets the progress
+// and may be called from several goroutines; erase removes the bar.
 func bar(w io.Writer, what string, bytes bool) (at func(done, of int64), erase func()) {
 	f, ok := w.(*os.File)
 	if !ok || !term.IsTerminal(int(f.Fd())) {
@@ -39,7 +39,7 @@ func bar(w io.Writer, what string, bytes bool) (at func(done, of int64), erase f
 		if b == nil {
 			b = progressbar.NewOptions64(of, options...)
 		}
-		_ = b.Set64(done) // a terminal that is gone is no reason to end
+		_ = b.Set64(done) // a lost terminal does not end the job
 	}
 
 	return at, func() {

@@ -18,9 +18,9 @@ import (
 	"github.com/kasmina-go/kasmina/llm/parallel"
 )
 
-// ranksJob returns the job that this process has if it is to start one process for each GPU: for train with
-// --gpus, and on a node of Kubeflow Trainer with several GPUs. It returns nil if there is nothing to start,
-// or if the command line is wrong. The command itself then reports the error once.
+// ranksJob returns the job for a process that starts one process per GPU: for train with --gpus, and on a
+// node of Kubeflow Trainer with several GPUs. It returns nil if there is nothing to start, or if the
+// command line is invalid. In that case the command itself reports the error, once.
 func ranksJob(args []string) (*launch.Job, error) {
 	root := newRoot()
 	c, rest, err := root.Find(args)
@@ -43,7 +43,7 @@ func ranksJob(args []string) (*launch.Job, error) {
 var ownOptions = []string{"model", "tokenizer", "data", "cache", "out", "gpus", "board", "board-control", "tensorboard",
 	"quiet", "help"}
 
-// facts returns the options on which all ranks must agree.
+// facts returns the options that must be the same on all ranks.
 func facts(c *cobra.Command) (all []comm.Fact) {
 	c.Flags().VisitAll(func(f *pflag.Flag) {
 		if !slices.Contains(ownOptions, f.Name) {
@@ -93,7 +93,7 @@ func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
 	return m, nil
 }
 
-// atFirst calls f at rank 0 only and returns its error at all ranks.
+// atFirst calls f on rank 0 only and returns its error on all ranks.
 func (m machines) atFirst(f func() error) (err error) {
 	if m.team.First() {
 		err = f()

@@ -63,8 +63,8 @@ func recall(c *cobra.Command) error {
 	return nil
 }
 
-// openSettings are the values of options that leave the choice to the command. Runs of older versions
-// have recorded them instead of the choice.
+// openSettings are the default values that leave a choice to the command. Older versions recorded these
+// values instead of the choice.
 var openSettings = map[string]string{"device": "auto", "precision": "", "seq": "0", "lr": "0"}
 
 // settle replaces default values that leave a choice to the command by the choice. A run then also
@@ -84,7 +84,7 @@ func (o *trainOptions) settle(m machines) {
 		return
 	}
 
-	if f, err := hf.Open(o.model); err == nil { // runFrom returns the error
+	if f, err := hf.Open(o.model); err == nil { // runFrom reports the error
 		if o.seq == 0 {
 			o.seq = min(f.Config.Seq, 1024)
 		}

@@ -11,8 +11,8 @@ import (
 // tokenizerName is the file of a model's folder that holds its tokenizer.
 const tokenizerName = "tokenizer.json"
 
-// sizeOf returns how many bytes, in how many files, a file or a folder has. Files that cannot be read
-// do not count.
+// sizeOf returns the size in bytes and the number of files of a file or a folder. It ignores unreadable
+// files.
 func sizeOf(path string) (bytes int64, files int) {
 	_ = filepath.WalkDir(path, func(_ string, e fs.DirEntry, err error) error {
 		if err != nil || e.IsDir() {
@@ -26,7 +26,7 @@ func sizeOf(path string) (bytes int64, files int) {
 	return bytes, files
 }
 
-// sizeText returns a number of bytes for people, such as 1.5 MiB.
+// sizeText formats a number of bytes for readers, such as 1.5 MiB.
 func sizeText(bytes int64) string {
 	switch {
 	case bytes >= 1<<30:
@@ -37,7 +37,7 @@ func sizeText(bytes int64) string {
 	return fmt.Sprintf("%.1f KiB", float64(bytes)/(1<<10))
 }
 
-// quoted returns a path as an argument for a shell.
+// quoted quotes a path for a shell.
 func quoted(path string) string {
 	if strings.ContainsFunc(path, func(r rune) bool {
 		return !strings.ContainsRune("/._-+=:,@%", r) && !('0' <= r && r <= '9' || 'a' <= r && r <= 'z' ||

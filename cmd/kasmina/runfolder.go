@@ -30,7 +30,7 @@ const (
 	manifestName   = "run.json"
 	checkpointName = "checkpoint.safetensors"
 	logName        = "log.jsonl"
-	stagingName    = "model" // the finished model, until its files have moved to --out
+	stagingName    = "model" // the finished model, until its files are moved to --out
 	ggufName       = "model.gguf"
 	bestName       = "best.safetensors"
 	configName     = "config.json"
@@ -52,9 +52,9 @@ const (
 // process trains, it has claimed the folder run.
 type runDir struct{ out string }
 
-// A manifest describes the run that a folder belongs to.
+// A manifest describes the run in a folder.
 type manifest struct {
-	// Options has the value of every option that decides the result, by the option's name.
+	// Options maps the name of every option that affects the result to its value.
 	Options map[string]string `json:"options"`
 	// Files lists the files of the finished model. It is empty until they are complete.
 	Files []string `json:"files,omitempty"`
@@ -65,7 +65,7 @@ type manifest struct {
 	Replaces []string `json:"replaces,omitempty"`
 }
 
-// next returns the manifest of a run that goes on with the given options. m may be nil.
+// next returns the manifest of a run that continues with the given options. m may be nil.
 func (m *manifest) next(options map[string]string) *manifest {
 	n := &manifest{Options: options}
 	if m != nil {
@@ -94,7 +94,7 @@ var freeOptions = []string{"out", "resume", "save-every", "eval-every", "board",
 // pathOptions are the options that take a path. Two values are equal if they name the same file.
 var pathOptions = []string{"model", "tokenizer", "data"}
 
-// optionsOf returns the options of a command that decide the result.
+// optionsOf returns the options of a command that affect the result.
 func optionsOf(c *cobra.Command) map[string]string {
 	all := map[string]string{}
 	c.Flags().VisitAll(func(f *pflag.Flag) {
@@ -103,7 +103,7 @@ func optionsOf(c *cobra.Command) map[string]string {
 		}
 		all[f.Name] = f.Value.String()
 		if slices.Contains(pathOptions, f.Name) && all[f.Name] != "" {
-			// A later command may run in another folder.
+			// A later command may have a different working directory.
 			if path, err := filepath.Abs(all[f.Name]); err == nil {
 				all[f.Name] = path
 			}
@@ -168,7 +168,7 @@ func (d runDir) lookWithout() (stage, error) {
 	return vacant, d.holdsOnly(filepath.Join(d.out, runFolder))
 }
 
-// readManifest returns a nil manifest if the file does not exist.
+// readManifest reads the manifest. It returns nil if the file does not exist.
 func (d runDir) readManifest() (*manifest, error) {
 	path := d.in(manifestName)
 	text, err := regular.Read(path, 1<<20, "the manifest of a run has")
@@ -199,7 +199,7 @@ func (d runDir) writeManifest(m *manifest) error {
 	})
 }
 
-// holdsOnly returns an error if a folder holds anything but the named files, temporary files and
+// holdsOnly returns an error if a folder contains anything except the named files, temporary files and
 // locks.
 func (d runDir) holdsOnly(dir string, names ...string) error {
 	entries, err := os.ReadDir(dir)
@@ -219,7 +219,7 @@ func (d runDir) holdsOnly(dir string, names ...string) error {
 	return err
 }
 
-// complete returns an error if a file of a finished model is gone.
+// complete returns an error if a file of a finished model is missing.
 func (d runDir) complete(m *manifest) error {
 	for _, name := range m.Files {
 		if _, err := os.Stat(filepath.Join(d.out, name)); err != nil {
@@ -335,12 +335,12 @@ func sameFile(a, b string) bool {
 	return err == nil && os.SameFile(x, y)
 }
 
-// claimWait limits how long claim waits for another process, since the system may need a moment to
-// remove a process that has just been killed.
+// claimWait limits the time that claim waits for another process. The system may need a moment to remove
+// a process that has just been killed.
 var claimWait = 5 * time.Second
 
-// claim creates the folder and reserves it for this process until release is called. If release is
-// called before there is a manifest, it removes the folders that claim has created.
+// claim creates the folder and reserves it for this process until release is called. If there is no
+// manifest by then, release removes the folders that claim has created.
 func (d runDir) claim(stderr io.Writer) (release func() error, err error) {
 	_, noOut := os.Stat(d.out)
 	run := filepath.Join(d.out, runFolder)
@@ -364,7 +364,7 @@ func (d runDir) claim(stderr io.Writer) (release func() error, err error) {
 	}
 
 	return func() error {
-		// Removing a folder fails unless it is empty.
+		// Removing a folder fails unless the folder is empty.
 		if noRun != nil {
 			_ = os.Remove(run)
 		}
@@ -375,13 +375,13 @@ func (d runDir) claim(stderr io.Writer) (release func() error, err error) {
 	}, nil
 }
 
-// clean removes the temporary files that killed processes have left. The folder must be claimed.
+// clean removes the temporary files of killed processes. The folder must be claimed.
 func (d runDir) clean() {
 	atomicfile.CleanFolder(filepath.Join(d.out, runFolder))
-	atomicfile.Clean(filepath.Join(d.out, configName)) // of writable
+	atomicfile.Clean(filepath.Join(d.out, configName)) // created by writable
 }
 
-// writable returns an error if the finished model could not be written, or not be moved to its place.
+// writable returns an error if the finished model could not be written or moved to its place.
 func (d runDir) writable() error {
 	if err := atomicfile.Writable(filepath.Join(d.out, configName)); err != nil {
 		return fmt.Errorf("--out: %w", err)
@@ -401,7 +401,7 @@ func (d runDir) writable() error {
 func (d runDir) publish(m *manifest) error {
 	staging := d.in(stagingName)
 	if len(m.Files) == 0 {
-		// The GGUF file was written next to the folder, because the folder appears as a whole.
+		// The GGUF file was written outside the staging folder, which is created in one step.
 		if _, err := os.Lstat(d.in(ggufName)); err == nil {
 			if err := atomicfile.Move(d.in(ggufName), filepath.Join(staging, ggufName)); err != nil {
 				return err
@@ -445,7 +445,7 @@ func (d runDir) publish(m *manifest) error {
 	return d.removeStaging()
 }
 
-// publishFile moves a file to its place, unless that has been done before. It replaces a file there
+// publishFile moves a file to its place, unless it has been moved before. It replaces an existing file
 // only if replace is set.
 func (d runDir) publishFile(from, to string, replace bool) error {
 	staged, err := os.Lstat(from)

@@ -28,14 +28,14 @@ import (
 // A preset is a size for a new model: the values of options, by name.
 type preset map[string]string
 
-// defaultPreset fills in what explicit sizes leave open.
+// defaultPreset supplies the missing values for explicit sizes.
 const defaultPreset = "small"
 
 // presetNames lists the presets by size.
 var presetNames = []string{defaultPreset, "124M", "350M", "925M"}
 
-// presets gives every option of a new model a value. The large presets have the shapes that training
-// benchmarks commonly use.
+// presets sets every option of a new model. The large presets have the sizes that are common in
+// benchmarks of training.
 var presets = map[string]preset{
 	defaultPreset: {"layers": "4", "dim": "192", "heads": "4", "seq": "256", "vocab": "2048",
 		"batch": "8", "steps": "1000", "optimizer": "muon"},
@@ -47,15 +47,15 @@ var presets = map[string]preset{
 		"batch": "8", "steps": "4000"}),
 }
 
-// large adds the values that the presets for GPUs share.
+// large adds the common values of the presets for GPUs.
 func large(p preset) preset {
 	maps.Copy(p, preset{"vocab": "50257", "optimizer": "adamw", "eval-every": "250",
 		"save-every": "1000"})
 	return p
 }
 
-// presetRates are the peak learning rates for AdamW. The large presets have the rates of GPT-3's models
-// of about their size (Brown et al., "Language Models are Few-Shot Learners", 2020).
+// presetRates are the peak learning rates for AdamW. The large presets use the rates of GPT-3 models of
+// similar size (Brown et al., "Language Models are Few-Shot Learners", 2020).
 var presetRates = map[string]float64{defaultPreset: 3e-3, "124M": 6e-4, "350M": 3e-4, "925M": 2.5e-4}
 
 // scratch holds the options of a model that is trained from scratch.
@@ -87,7 +87,8 @@ func (s *scratch) flags(c *cobra.Command) {
 	c.MarkFlagsMutuallyExclusive("vocab", "tokenizer")
 }
 
-// resolve sets the options of a new model that are not on the command line to the values of the preset.
+// resolve sets the options of a new model that are missing on the command line to the values of the
+// preset.
 func (o *trainOptions) resolve(c *cobra.Command) error {
 	o.learning.base = usualRate
 	if o.model != "" {
@@ -160,11 +161,11 @@ type newModel struct {
 	files  map[string][]byte // to be written to folder
 }
 
-// New models round their vocabulary up to a multiple of vocabularyMultiple, because such matrix
-// products are fast.
+// New models round their vocabulary up to a multiple of vocabularyMultiple, which makes matrix products
+// fast.
 const vocabularyMultiple = 64
 
-// fromScratch returns the origin of a new model. A run that continues keeps its tokenizer.
+// fromScratch returns the origin of a new model. A continued run keeps its tokenizer.
 func (o *trainOptions) fromScratch(c *cobra.Command, m machines, s stage, text *data.Text) (origin,
 	error) {
 	n := &newModel{config: o.scratch.sizes, seed: o.seed, folder: o.scratch.tokenizer}
@@ -213,11 +214,11 @@ const tokenizerConfigFile = "tokenizer_config.json"
 // tokenizerPattern splits text into pieces before it is encoded. llama.cpp knows this pattern too.
 const tokenizerPattern = "llama3"
 
-// tokenizerText is the most text that a tokenizer is trained on, in bytes. Tests change it.
+// tokenizerText limits the bytes of text for training a tokenizer. Tests change it.
 var tokenizerText = 64 << 20
 
-// learnTokenizer trains a tokenizer on the text, or reads the tokenizer of a run that continues. Rank
-// 0 does this and sends the result to the other ranks.
+// learnTokenizer trains a tokenizer on the text, or reads the tokenizer of a continued run. Rank 0 does
+// this and sends the result to the other ranks.
 func (o *trainOptions) learnTokenizer(c *cobra.Command, m machines, s stage, text *data.Text,
 	n *newModel) error {
 	n.files = map[string][]byte{}
@@ -273,7 +274,7 @@ func (o *trainOptions) trainTokenizer(ctx context.Context, stderr io.Writer, tex
 	return nil
 }
 
-// readFiles reads the tokenizer that the run trained before its first step.
+// readFiles reads the tokenizer that a continued run has trained.
 func (n *newModel) readFiles() error {
 	for _, name := range []string{tokenizerName, tokenizerConfigFile} {
 		text, err := os.ReadFile(filepath.Join(n.folder, name))

@@ -12,7 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// textOptions choose the text for training and evaluation.
+// textOptions select the text for training and evaluation.
 type textOptions struct {
 	maxBytes, heldOut int64
 	cache             string
@@ -67,7 +67,7 @@ func (t closableTokens) Close() error {
 	return nil
 }
 
-// EndOfDocument returns the token at the end of each document, or a negative number without one.
+// EndOfDocument returns the token that ends a document, or a negative number if there is none.
 func (t closableTokens) EndOfDocument() int {
 	if ender, ok := t.Tokens.(tokenizer.DocumentEnder); ok {
 		return ender.EndOfDocument()
@@ -75,8 +75,8 @@ func (t closableTokens) EndOfDocument() int {
 	return -1
 }
 
-// tokens encodes the training text. The text of a new model may be large and marks the end of each
-// document, so its tokens are kept in a file.
+// tokens encodes the training text. Since the text of a new model may be large and must mark the end of
+// each document, its tokens are stored in a file.
 func (o *textOptions) tokens(c *cobra.Command, m machines, text *data.Text,
 	tok tokenizer.Tokenizer) (t closableTokens, err error) {
 	if o.cache == "" {
@@ -108,7 +108,7 @@ func (o *textOptions) tokens(c *cobra.Command, m machines, text *data.Text,
 	return t, nil
 }
 
-// evaluation returns the text on which the model is evaluated.
+// evaluation returns the text for evaluations.
 func (o *textOptions) evaluation(text *data.Text, tok tokenizer.Tokenizer, batch,
 	seq int) (*data.Evaluation, error) {
 	if o.documents {

@@ -145,13 +145,13 @@ func (o *trainOptions) dir() runDir { return runDir{filepath.Clean(o.out)} }
 
 func (o *trainOptions) in(name string) string { return o.dir().in(name) }
 
-// Limits that keep sizes within what any computer has.
+// Limits for sizes that no computer exceeds.
 const (
 	mostSequences = 1 << 20
 	mostGrowth    = 64
 )
 
-// check returns an error for values that make no sense, before anything is written.
+// check returns an error for impossible values, before anything is written.
 func (o *trainOptions) check() error {
 	if err := o.text.check(); err != nil {
 		return err
@@ -276,8 +276,8 @@ func (o *trainOptions) run(c *cobra.Command) (err error) {
 	return o.remedy(o.runFrom(c, m, stage))
 }
 
-// checkProcesses returns an error for options that have no effect with the processes that there are:
-// those for several where there is only one, and --gpus where somebody else has started them.
+// checkProcesses returns an error for options without effect: options for several processes if there is
+// only one, and --gpus if a launcher has started the processes.
 func (o *trainOptions) checkProcesses(c *cobra.Command, m machines) error {
 	here := 1
 	if m.world != nil {
@@ -304,7 +304,7 @@ func (o *trainOptions) openFolder(c *cobra.Command, m machines) (s stage, releas
 	d := o.dir()
 	release = func() error { return nil }
 	err = m.atFirst(func() error {
-		// Problems with the folder are found before anything is created there.
+		// Problems with the folder are reported before anything is created there.
 		var run *manifest
 		if s, _, err = d.decide(optionsOf(c), o.resume); err != nil || s == finished {
 			return err
@@ -361,7 +361,7 @@ func (o *trainOptions) openFolder(c *cobra.Command, m machines) (s stage, releas
 // modelShard is the largest size in bytes of a file of weights of the finished model. Tests change it.
 var modelShard int64 = 5 << 30
 
-// runFrom trains from the given stage on and saves the model.
+// runFrom trains from the given stage and saves the model.
 func (o *trainOptions) runFrom(c *cobra.Command, m machines, s stage) error {
 	corpus, err := o.text.open(o.data)
 	if err != nil {
@@ -406,7 +406,7 @@ func (o *trainOptions) runFrom(c *cobra.Command, m machines, s stage) error {
 	return o.save(c, t.Model, from)
 }
 
-// trainer returns the trainer of the model that the run starts from.
+// trainer returns the trainer of the run's model.
 func (o *trainOptions) trainer(c *cobra.Command, from origin, on machines,
 	tokens data.Tokens) (*llm.Trainer, error) {
 	o.train.Engine = o.engine.engine(on)
@@ -422,7 +422,7 @@ func (o *trainOptions) trainer(c *cobra.Command, from origin, on machines,
 	}
 
 	if o.grow > 0 {
-		o.train.Epoch = max(1, o.train.Steps/100) // a seed's life takes some 80 epochs
+		o.train.Epoch = max(1, o.train.Steps/100) // the life of a seed takes about 80 epochs
 	}
 
 	m, err := from.model(c.Context(), c.ErrOrStderr(), func(c *llm.Config) {
@@ -478,7 +478,7 @@ func (o *trainOptions) serve(stderr io.Writer, t *llm.Trainer) (stop func() erro
 	return b.Close, nil
 }
 
-// steps runs the training from the given stage on.
+// steps trains from the given stage.
 func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s stage,
 	from origin, corpus *data.Corpus) error {
 	if s == saved {
@@ -487,7 +487,7 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s st
 		}
 	}
 
-	// From here on the folder is a run's, with the options of this command.
+	// From here on, the folder belongs to a run with the options of this command.
 	if err := on.atFirst(func() error {
 		run, err := o.dir().readManifest()
 		if err != nil {
@@ -527,8 +527,8 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s st
 	return err
 }
 
-// resumeFrom loads a checkpoint. With --resume it accepts one of a run that had other settings or
-// another text, and reports the differences.
+// resumeFrom loads a checkpoint. With --resume, it accepts a checkpoint with other settings or another
+// text, and reports the differences.
 func (o *trainOptions) resumeFrom(c *cobra.Command, t *llm.Trainer, path string) error {
 	if !o.resume {
 		err := t.Resume(c.Context(), path)
@@ -548,14 +548,15 @@ func (o *trainOptions) resumeFrom(c *cobra.Command, t *llm.Trainer, path string)
 
 	settings := llm.WithNewSettings(func(found []string) {
 		if options := differences(optionsOf(c), run); len(options) > 0 {
-			found = options // which have the names that the user knows
+			found = options // with the option names that the user knows
 		}
 		fmt.Fprintf(c.ErrOrStderr(), "resuming  with other settings: %s\n", strings.Join(found, "; "))
 	})
 
 	err = t.Resume(c.Context(), path, settings)
 	if errors.Is(err, data.ErrChanged) {
-		// Only now, because WithNewData starts at the beginning of the text even if it is the same.
+		// Not earlier, because WithNewData starts at the beginning of the text even if the text is the
+		// same.
 		text := llm.WithNewData(llm.Keep{Optimizer: true, Steps: true})
 		if err = t.Resume(c.Context(), path, settings, text); err == nil {
 			fmt.Fprintln(c.ErrOrStderr(), "resuming  with another text, from its start")
@@ -581,7 +582,7 @@ func (e settingsError) Error() string {
 
 func (e settingsError) Unwrap() error { return e.error }
 
-// watch adds the callbacks that show the run, write its log and evaluate. Only one process calls it.
+// watch adds the callbacks that show progress, write the log and evaluate. Only one process calls it.
 func (o *trainOptions) watch(c *cobra.Command, t *llm.Trainer, on machines,
 	tok tokenizer.Tokenizer, corpus *data.Corpus) (stop func() error, err error) {
 	e, err := o.text.evaluation(corpus.HeldOut, tok, o.train.Batch, o.seq)
