@@ -52,6 +52,10 @@ type Config struct {
 	Planted []Planted `json:"planted,omitempty"`
 	Grown   []Grown   `json:"grown,omitempty"`
 
+	// Adapter describes low-rank adapters of linear layers. While a model has them, only they learn, and
+	// what TrainConfig.Tuned names.
+	Adapter LoRA `json:"adapter,omitzero"`
+
 	// ZeroOutputs initializes the weights that write to the residual stream, the output projections of
 	// attention and perceptron, to 0, so that every block of a new model is the identity. It affects only
 	// the initial values, not the architecture.
@@ -207,7 +211,7 @@ func (c Config) Check() error {
 	}
 
 	for _, check := range []func() error{c.checkFields, c.checkKasmina,
-		c.checkTraits, c.checkSites, c.checkGrown} {
+		c.checkTraits, c.checkSites, c.checkGrown, c.checkAdapter} {
 		if err := check(); err != nil {
 			return err
 		}

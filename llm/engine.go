@@ -291,6 +291,9 @@ func (c TrainConfig) Graph(m *Model) (*Graph, error) {
 	if c.Frozen {
 		opts = append(opts, WithFrozen())
 	}
+	if len(c.Tuned) > 0 {
+		opts = append(opts, WithTuned(c.Tuned...))
+	}
 
 	if c.listen != nil {
 		opts = append(opts, withGradients(c.listen...))

@@ -53,6 +53,7 @@ type Graph struct {
 
 	share   *gorgonia.Node // the batch's share of the loss of a step, if that is an input
 	shares  int            // batches in a step, if share is an input
+	key     *gorgonia.Node // int [1], of the masks of dropout; nil without dropout
 	listens bool           // built with withGradients
 	blocks  *block.Builder // builder of its blocks
 	keeps   bool           // its Outputs include keys and values
@@ -86,6 +87,12 @@ func WithRecompute() GraphOption { return func(b *graphBuilder) { b.recompute = 
 // WithFrozen restricts the gradients of a ForTraining graph to the parameters of blueprints planted at
 // weights and in the stream, as [TrainConfig.Frozen] does.
 func WithFrozen() GraphOption { return func(b *graphBuilder) { b.frozen = true } }
+
+// WithTuned restricts the gradients of a ForTraining graph to the named parameters and those of adapters,
+// as [TrainConfig.Tuned] does.
+func WithTuned(patterns ...string) GraphOption {
+	return func(b *graphBuilder) { b.tuned = patterns }
+}
 
 // withLossShare differentiates 1/n of the loss, so that the gradients of n batches add up to the gradient
 // of their mean loss.
@@ -223,6 +230,7 @@ type graphBuilder struct {
 	everywhere bool
 	shares     int
 	tokenMean  bool
+	tuned      []string      // only these and adapters learn; nil for all
 	frozen     bool          // only the parameters of planted blueprints learn
 	wanted     []string      // parameters to differentiate; nil for all that learn
 	blocks     block.Builder // builder for sequences of up to Config.Seq; its Position is set for cached decoding
@@ -314,7 +322,11 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 	case ForTraining, ForLoss:
 		out.Targets = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
 			gorgonia.WithName("targets"))
-		if out.Loss, err = op.LinearCrossEntropy(x, head, out.Targets); err != nil ||
+		loss := op.LinearCrossEntropy
+		if b.freezes(c.headParam()) {
+			loss = op.FrozenLinearCrossEntropy
+		}
+		if out.Loss, err = loss(x, head, out.Targets); err != nil ||
 			b.kind == ForLoss {
 			return out, err
 		}
@@ -365,7 +377,7 @@ func (b *graphBuilder) differentiate(g *Graph) error {
 	}
 
 	for _, p := range g.Params {
-		if b.wanted == nil && learns(b.frozen, p.Name()) || slices.Contains(b.wanted, p.Name()) {
+		if b.wanted == nil && b.learns(p.Name()) || slices.Contains(b.wanted, p.Name()) {
 			g.Learning = append(g.Learning, p)
 		}
 	}
@@ -400,6 +412,48 @@ func (b *graphBuilder) number(x float64) *gorgonia.Node {
 	return gorgonia.NewConstant(float32(x))
 }
 
+// learns reports whether a parameter learns.
+func (b *graphBuilder) learns(param string) bool {
+	return learning{b.frozen, b.tuned, !b.Config.Adapter.IsZero()}.includes(param)
+}
+
+// freezes reports whether a weight needs no gradient because of adapters or Tuned. In a frozen model with
+// seeds, blueprints on a weight need its gradient.
+func (b *graphBuilder) freezes(param string) bool {
+	return b.kind == ForTraining && b.wanted == nil && !b.frozen && !b.learns(param)
+}
+
+// tuning describes what learns in block i.
+func (b *graphBuilder) tuning(i int) (t block.Tuning) {
+	prefix := blockPrefix(i)
+	for _, layer := range b.Config.layersOfBlock() {
+		if b.freezes(prefix + layer + ".weight") {
+			if t.Frozen == nil {
+				t.Frozen = map[string]bool{}
+			}
+			t.Frozen[layer+".weight"] = true
+		}
+	}
+
+	t.Adapters = b.Config.adaptersOf(i)
+	if b.kind != ForTraining {
+		for k := range t.Adapters {
+			t.Adapters[k].Dropout = 0
+		}
+	}
+
+	return t
+}
+
+// dropoutKey returns the input with the key of the masks of dropout.
+func (b *graphBuilder) dropoutKey() *gorgonia.Node {
+	if b.out.key == nil {
+		b.out.key = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(1),
+			gorgonia.WithName("dropout key"))
+	}
+	return b.out.key
+}
+
 // block adds block i, any Kasmina layer after it, and the seeds in the stream after it.
 func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 	p := blockPrefix(i)
@@ -408,12 +462,21 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 		inputs = append(inputs, b.nodes[p+name])
 	}
 
+	tuning := b.tuning(i)
+	for _, name := range tuning.Params() {
+		inputs = append(inputs, b.nodes[p+name])
+	}
+
+	if tuning.Drops() {
+		inputs = append(inputs, b.dropoutKey())
+	}
+
 	if b.out.Starts != nil {
 		inputs = append(inputs, b.out.Starts)
 	}
 
 	build := func(in gorgonia.Nodes) (*gorgonia.Node, error) {
-		return b.blocks.Build(in, b.Config.Attention(i))
+		return b.blocks.Build(in, b.Config.Attention(i), tuning)
 	}
 	var err error
 	if b.recompute && b.kind == ForTraining {

@@ -3,6 +3,7 @@ package llm
 import (
 	"fmt"
 
+	"github.com/kasmina-go/kasmina/internal/splitmix"
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
@@ -70,6 +71,7 @@ func newStepBatches(l Loader, batches int) *stepBatches {
 
 // next returns the next batch of the step.
 func (s *stepBatches) next() (data.Batch, error) {
+	key := dropoutKey(s.loader.State())
 	b, err := s.loader.Next()
 	if err != nil {
 		return b, err
@@ -84,7 +86,13 @@ func (s *stepBatches) next() (data.Batch, error) {
 	}
 
 	s.shares = append(s.shares, b.Share)
+	b.Key = key
 	return b, nil
+}
+
+// dropoutKey returns the key of the batch at a position of a loader. It is never negative.
+func dropoutKey(s data.LoaderState) int {
+	return int(splitmix.Mix(splitmix.Mix(s.Seed+uint64(s.Epoch))+uint64(s.Next)) >> 1)
 }
 
 // weigh returns the contribution of a batch's mean loss to the loss of the step.

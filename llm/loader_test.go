@@ -25,7 +25,7 @@ func masked(n int) (all []chatdata.Sequence) {
 		s := chatdata.Sequence{File: "test.jsonl", Line: i + 1}
 		length := 3 + r.IntN(10)
 		for j := range length {
-			s.IDs = append(s.IDs, r.IntN(256))
+			s.IDs = append(s.IDs, r.IntN(16))
 			s.Learn = append(s.Learn, j >= length-1-i%3*3 && j > 0)
 		}
 		all = append(all, s)

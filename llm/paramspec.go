@@ -60,6 +60,11 @@ func (c Config) Specs() iter.Seq[ParamSpec] {
 			c.Untied && !yield(ParamSpec{headName, []int{c.Vocab, c.Dim}, 0, innerDeviation, nil}) {
 			return
 		}
+		for _, p := range c.adapterSpecs() {
+			if !yield(p) {
+				return
+			}
+		}
 		for _, p := range c.Planted {
 			specs, _ := c.SeedParams(p) // Check has already validated Planted
 			for _, s := range specs {

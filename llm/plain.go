@@ -40,6 +40,10 @@ func (m *Model) Plain() (*Model, error) {
 		now = merged[0]
 	}
 
+	if !m.Config.Adapter.IsZero() { // which excludes seeds
+		return m.merged()
+	}
+
 	if len(m.Config.Planted) == 0 {
 		return m, nil
 	}
@@ -59,5 +63,6 @@ func (c Config) Plain() Config {
 	c.Kasmina, c.Seeds, c.Slots, c.SlotWidth, c.Depth, c.Grown = nil, 0, 0, 0, 0, nil
 	c.Weights, c.Streams, c.LoRAAlpha, c.Planted = nil, nil, 0, nil
 	c.ZeroOutputs = false
+	c.Adapter = LoRA{}
 	return c
 }

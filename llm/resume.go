@@ -404,7 +404,7 @@ func (t *Trainer) settings() *settings.Settings {
 	c := t.Config
 	s := &settings.Settings{
 		Plain: settings.Plain{Batch: c.Batch, Accumulate: c.Accumulate, Clip: c.Clip,
-			Epoch: c.Epoch, Frozen: c.Frozen, Directed: c.Directed, Budget: c.Budget.String(), Seed: t.Loader.Config().Seed,
+			Epoch: c.Epoch, Frozen: c.Frozen, Directed: c.Directed, Tuned: strings.Join(c.Tuned, " "), Budget: c.Budget.String(), Seed: t.Loader.Config().Seed,
 			Tokenizer: t.Loader.Tokenizer(),
 			Optimizer: fmt.Sprintf("%T", t.Optimizer), Engine: t.driver.engineName()},
 		Steps:  c.Steps,

@@ -189,6 +189,12 @@ func (g *Graph) Let(b data.Batch) error {
 		return err
 	}
 
+	if g.key != nil {
+		if err := gorgonia.Let(g.key, idTensor([]int{b.Key})); err != nil {
+			return err
+		}
+	}
+
 	return gorgonia.Let(g.Targets, idTensor(b.Targets))
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"path"
 	"slices"
 	"strings"
 
@@ -61,14 +62,64 @@ func IsSeedParam(param string) bool {
 		strings.HasSuffix(param, "."+kasminaScales)
 }
 
-// learns reports whether a parameter learns. If the model is frozen, only the parameters of planted
-// blueprints do.
-func learns(frozen bool, param string) bool {
-	return !frozen || strings.HasPrefix(param, seedsPrefix)
+// learning determines which parameters learn.
+type learning struct {
+	frozen  bool     // only the parameters of planted blueprints
+	tuned   []string // only these and the parameters of adapters; patterns
+	adapted bool     // the model has adapters: without tuned, only their parameters
 }
 
-// Learns reports whether training with c changes a parameter.
-func (c TrainConfig) Learns(param string) bool { return learns(c.Frozen, param) }
+// includes reports whether a parameter learns.
+func (l learning) includes(param string) bool {
+	switch {
+	case l.frozen:
+		return strings.HasPrefix(param, seedsPrefix)
+	case IsAdapterParam(param):
+		return true
+	case len(l.tuned) == 0:
+		return !l.adapted
+	}
+	return slices.ContainsFunc(l.tuned, func(pattern string) bool {
+		ok, _ := path.Match(pattern, param) // checkTuned has reported errors
+		return ok
+	})
+}
+
+// Learns reports whether training with c changes a parameter. If c comes from a trainer, the adapters of
+// the trainer's model count.
+func (c TrainConfig) Learns(param string) bool {
+	return learning{c.Frozen, c.Tuned, c.adapted}.includes(param)
+}
+
+// checkTuned returns an error if a model has no parameters that Tuned names, or cannot leave the others
+// as they are.
+func (c TrainConfig) checkTuned(m Config) error {
+	if len(c.Tuned) == 0 {
+		return nil
+	}
+
+	if c.Frozen || len(m.Kasmina)+len(m.Weights)+len(m.Streams) > 0 || m.Depth > 0 {
+		return errors.New("llm: TrainConfig.Tuned is for models without seeds: leave out Frozen, and Kasmina, " +
+			"Weights, Streams and Depth of the Config")
+	}
+
+	for _, pattern := range c.Tuned {
+		found := false
+		for name := range m.Parameters() {
+			ok, err := path.Match(pattern, name)
+			if err != nil {
+				return fmt.Errorf("llm: TrainConfig.Tuned has the pattern %.100q: %w", pattern, err)
+			}
+			found = found || ok && !IsAdapterParam(name)
+		}
+		if !found {
+			return fmt.Errorf("llm: TrainConfig.Tuned names %.100q, and the model has no such parameter",
+				pattern)
+		}
+	}
+
+	return nil
+}
 
 // checkFrozen returns an error if a model cannot be trained with the Frozen and Directed of c.
 func (c TrainConfig) checkFrozen(m Config) error {

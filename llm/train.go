@@ -48,6 +48,12 @@ type TrainConfig struct {
 	// gradient that have the largest singular values, instead of random values. It requires Frozen.
 	Directed bool
 
+	// Tuned names the parameters that learn, with the wildcards of [path.Match]. All others keep their
+	// bits, and have no gradients and no optimizer state. If Tuned is empty, all parameters learn, or
+	// those of the adapters if the model has any; these learn in any case. [Config.LastBlocks] names
+	// those of the last blocks.
+	Tuned []string
+
 	// Budget, unless zero, stops the run after the step that exhausts it.
 	Budget Budget
 	// Annealing multiplies the learning rate of Schedule by a factor that depends on the spent share of
@@ -63,8 +69,9 @@ type TrainConfig struct {
 	// contains the notes, and ReadNotes returns them.
 	Notes map[string]string
 
-	listen []string // parameters with gradients that the engine must report instead of updating
-	masked bool     // the loader is a MaskedLoader, so batches differ in their share of a step
+	listen  []string // parameters with gradients that the engine must report instead of updating
+	adapted bool     // the model has adapters
+	masked  bool     // the loader is a MaskedLoader, so batches differ in their share of a step
 }
 
 func (c *TrainConfig) check() error {
@@ -183,7 +190,7 @@ func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer,
 			"optim.NewAdamW returns")
 	}
 
-	if err := errors.Join(c.check(), c.checkFrozen(m.Config)); err != nil {
+	if err := errors.Join(c.check(), c.checkFrozen(m.Config), c.checkTuned(m.Config)); err != nil {
 		return nil, err
 	}
 
@@ -205,6 +212,7 @@ func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer,
 	}
 
 	_, c.masked = l.(MaskedLoader)
+	c.adapted = !m.Config.Adapter.IsZero()
 	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c, created: true}
 	t.driver.t, t.growth.t, t.team.t, t.steering.t = t, t, t, t
 	defer take(m)()

@@ -20,6 +20,9 @@ type Batch struct {
 	// if batches have different numbers of targets. 0 means that all batches weigh the same.
 	Share float64
 
+	// Key seeds the random numbers of dropout. A trainer gives each batch of a run a key of its own.
+	Key int
+
 	// Starts [batch, seq] is the start of each token's document, as a position in the token's sequence.
 	// It is 0 if the document starts before the sequence. Starts is nil if the boundaries of documents
 	// are unknown. The token that ends a document belongs to the next document and starts it, as in

@@ -160,20 +160,28 @@ type Builder struct {
 type parts struct {
 	*Builder
 	Attention
+	Tuning
 	params map[string]*gorgonia.Node
+	key    *gorgonia.Node // of the masks of dropout; nil without dropout
 	starts gorgonia.Nodes // starts of documents; at most one
 	err    error          // first error; nothing is built after it
 }
 
 // Build adds a block: x + attention(norm(x)), and then x + mlp(norm(x)). The nodes in in are x, the
-// block's parameters and, if attention must not cross document boundaries, the starts of the documents.
-func (b *Builder) Build(in gorgonia.Nodes, a Attention) (*gorgonia.Node, error) {
-	names := b.Params()
-	p := &parts{Builder: b, Attention: a, params: map[string]*gorgonia.Node{},
+// block's parameters, those of its adapters, the key of their dropout if they have any and, if attention
+// must not cross document boundaries, the starts of the documents.
+func (b *Builder) Build(in gorgonia.Nodes, a Attention, t Tuning) (*gorgonia.Node, error) {
+	names := append(b.Params(), t.Params()...)
+	p := &parts{Builder: b, Attention: a, Tuning: t, params: map[string]*gorgonia.Node{},
 		starts: in[1+len(names):]}
 	for i, name := range names {
 		p.params[name] = in[1+i]
 	}
+
+	if t.Drops() {
+		p.key, p.starts = p.starts[0], p.starts[1:]
+	}
+
 	x := p.add(in[0], p.attends(in[0]))
 	x = p.add(x, p.perceives(x))
 	return x, p.err
@@ -264,7 +272,7 @@ func (s Shape) rmsNorm(x, weight *gorgonia.Node, opts ...op.RMSNormOption) (*gor
 
 // linear adds the linear layer with the given name, and its bias if it has one.
 func (p *parts) linear(x *gorgonia.Node, name string) *gorgonia.Node {
-	y := p.do(func() (*gorgonia.Node, error) { return op.Linear(x, p.params[name+".weight"]) })
+	y := p.product(x, name)
 	b := p.params[name+".bias"]
 	if b == nil {
 		return y
@@ -277,6 +285,16 @@ func (p *parts) mlp(x *gorgonia.Node) *gorgonia.Node {
 	if p.PlainMLP {
 		h := p.linear(x, "mlp.up_proj")
 		h = p.do(func() (*gorgonia.Node, error) { return op.GELU(h) })
+		return p.linear(h, "mlp.down_proj")
+	}
+
+	if !p.plain("mlp.gate_proj") || !p.plain("mlp.up_proj") || !p.plain("mlp.down_proj") {
+		gate := op.SiLUMul
+		if p.GELU {
+			gate = op.GELUMul
+		}
+		a, b := p.linear(x, "mlp.gate_proj"), p.linear(x, "mlp.up_proj")
+		h := p.do(func() (*gorgonia.Node, error) { return gate(a, b) })
 		return p.linear(h, "mlp.down_proj")
 	}
 

@@ -27,7 +27,7 @@ func TestBuild(t *testing.T) {
 
 	in := inputs(gorgonia.NewGraph())
 	require.Len(t, in, 1+len(b.Params()))
-	y, err := b.Build(in, a)
+	y, err := b.Build(in, a, Tuning{})
 	require.NoError(t, err)
 	require.Equal(t, tensor.Shape{2 * seq, dim}, y.Shape())
 	require.Len(t, b.Keys, 1)
@@ -41,13 +41,13 @@ func TestBuild(t *testing.T) {
 			wrong[side]++
 			in[1+i] = gorgonia.NewTensor(g, tensor.Float32, len(wrong),
 				gorgonia.WithShape(wrong...))
-			_, err := b.Build(in, a)
+			_, err := b.Build(in, a, Tuning{})
 			require.Error(t, err, "%s of shape %v", name, wrong)
 		}
 	}
 
 	heads := b
 	heads.HeadDim = 3
-	_, err = heads.Build(inputs(gorgonia.NewGraph()), a)
+	_, err = heads.Build(inputs(gorgonia.NewGraph()), a, Tuning{})
 	require.Error(t, err)
 }

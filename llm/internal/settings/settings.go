@@ -49,6 +49,7 @@ type Plain struct {
 	Seed       uint64  `json:"seed"` // of the loader
 	Frozen     bool    `json:"frozen,omitempty"`
 	Directed   bool    `json:"directed,omitempty"`
+	Tuned      string  `json:"tuned,omitempty"` // patterns with spaces between them
 	Tokenizer  string  `json:"tokenizer"`
 	Optimizer  string  `json:"optimizer"`
 	Budget     string  `json:"budget,omitempty"`

@@ -1,0 +1,274 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"math"
+	"path"
+	"slices"
+	"strings"
+
+	"github.com/kasmina-go/kasmina/llm/internal/block"
+)
+
+// LoRA describes low-rank adapters: two narrow matrices a and b next to the weight w of a linear layer,
+// which computes
+//
+//	y = x·wᵀ + s·(x·aᵀ)·bᵀ
+//
+// w stays as it is: it has no gradient and no optimizer state. The layer never forms w + s·b·a. (Hu et
+// al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.)
+//
+// [Adapt] adds adapters to a model, and [Model.Plain] merges them into its weights.
+type LoRA struct {
+	Rank  int     `json:"rank"`
+	Alpha float64 `json:"alpha"` // s is Alpha/rank
+
+	// RankStabilized makes s Alpha/√rank, so that adapters of high ranks learn as fast as others.
+	// (Kalajdzievski, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA", 2023.)
+	RankStabilized bool `json:"rank_stabilized,omitempty"`
+
+	// Magnitude adds a vector m to each adapter and normalizes the rows of the weight:
+	//
+	//	y = m/‖w + s·b·a‖ ⊙ (x·wᵀ + s·(x·aᵀ)·bᵀ)
+	//
+	// (Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024.)
+	Magnitude bool `json:"magnitude,omitempty"`
+
+	// Dropout is the probability with which an element of x is left out in x·aᵀ, in training alone.
+	Dropout float64 `json:"dropout,omitempty"`
+
+	// Targets names the linear layers with an adapter, such as "model.layers.0.self_attn.q_proj", in
+	// the order of [Config.LinearLayers]. [Config.MatchLayers] resolves patterns.
+	Targets []string `json:"targets"`
+
+	// Ranks and Alphas hold, by target, the values that differ from Rank and Alpha.
+	Ranks  map[string]int     `json:"ranks,omitempty"`
+	Alphas map[string]float64 `json:"alphas,omitempty"`
+}
+
+// IsZero reports whether there are no adapters.
+func (a LoRA) IsZero() bool { return a.Rank == 0 && a.Alpha == 0 && len(a.Targets) == 0 }
+
+// RankOf returns the rank of the adapter of a target.
+func (a LoRA) RankOf(target string) int {
+	if r, ok := a.Ranks[target]; ok {
+		return r
+	}
+	return a.Rank
+}
+
+// ScaleOf returns the factor s of the adapter of a target.
+func (a LoRA) ScaleOf(target string) float64 {
+	alpha, ok := a.Alphas[target]
+	if !ok {
+		alpha = a.Alpha
+	}
+
+	rank := float64(a.RankOf(target))
+	if a.RankStabilized {
+		return alpha / math.Sqrt(rank)
+	}
+	return alpha / rank
+}
+
+// AllLinear is the pattern of [Config.MatchLayers] for all linear layers of the blocks.
+const AllLinear = "all-linear"
+
+// LinearLayers returns the names of the linear layers of all blocks, such as
+// "model.layers.0.self_attn.q_proj".
+func (c Config) LinearLayers() (names []string) {
+	for i := range c.Layers {
+		for _, p := range c.BlockShape().All() {
+			if len(p.Shape) == 2 {
+				names = append(names, blockPrefix(i)+strings.TrimSuffix(p.Name, ".weight"))
+			}
+		}
+	}
+	return names
+}
+
+// MatchLayers returns the linear layers that at least one pattern matches. A pattern is [AllLinear], the
+// name of a layer, or the end of one after a dot, such as "q_proj" or "self_attn.q_proj". It may have
+// the wildcards of [path.Match], as in "layers.[0-3].*.q_proj". It is an error if a pattern matches
+// nothing.
+func (c Config) MatchLayers(patterns ...string) ([]string, error) {
+	all := c.LinearLayers()
+	used := make([]bool, len(patterns))
+	var names []string
+	for _, name := range all {
+		found := false
+		for i, pattern := range patterns {
+			ok, err := matchesLayer(pattern, name)
+			if err != nil {
+				return nil, fmt.Errorf("llm: the pattern %.100q of linear layers: %w", pattern, err)
+			}
+			used[i], found = used[i] || ok, found || ok
+		}
+		if found {
+			names = append(names, name)
+		}
+	}
+
+	if i := slices.Index(used, false); i >= 0 {
+		return nil, fmt.Errorf("llm: no linear layer of the model matches %.100q: the layers of a block are %s",
+			patterns[i], strings.Join(c.layersOfBlock(), ", "))
+	}
+
+	return names, nil
+}
+
+// matchesLayer reports whether a pattern matches the name of a layer or its end after a dot.
+func matchesLayer(pattern, name string) (bool, error) {
+	if pattern == AllLinear {
+		return true, nil
+	}
+
+	for {
+		if ok, err := path.Match(pattern, name); ok || err != nil {
+			return ok, err
+		}
+		_, rest, more := strings.Cut(name, ".")
+		if !more {
+			return false, nil
+		}
+		name = rest
+	}
+}
+
+// layersOfBlock returns the names of the linear layers of a block.
+func (c Config) layersOfBlock() (names []string) {
+	for _, p := range c.BlockShape().All() {
+		if name, ok := strings.CutSuffix(p.Name, ".weight"); ok && len(p.Shape) == 2 {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
+// LastBlocks returns the value of TrainConfig.Tuned with which the last n blocks and the final norm learn.
+func (c Config) LastBlocks(n int) (tuned []string, err error) {
+	if n < 1 || n > c.Layers {
+		return nil, fmt.Errorf("llm: the last %d blocks of a model that has %d: want 1 to %d", n, c.Layers,
+			c.Layers)
+	}
+	for i := c.Layers - n; i < c.Layers; i++ {
+		tuned = append(tuned, blockPrefix(i)+"*")
+	}
+	return append(tuned, "model.norm.*"), nil
+}
+
+// IsAdapterParam reports whether a parameter belongs to a low-rank adapter.
+func IsAdapterParam(name string) bool {
+	return strings.HasSuffix(name, block.EndingA) || strings.HasSuffix(name, block.EndingB) ||
+		strings.HasSuffix(name, block.EndingMagnitude)
+}
+
+// headParam returns the parameter of the output layer.
+func (c Config) headParam() string {
+	if c.Untied {
+		return headName
+	}
+	return embedName
+}
+
+// adapterSpecs returns the parameters of the adapters. b is 0 at first, so that an adapter changes
+// nothing. a has the deviation of PyTorch's linear layers.
+func (c Config) adapterSpecs() (all []ParamSpec) {
+	if c.Adapter.IsZero() {
+		return nil
+	}
+
+	shapes := c.layerShapes()
+	for _, target := range c.Adapter.Targets {
+		s, rank := shapes[target], c.Adapter.RankOf(target)
+		if s == nil {
+			continue // which Check reports
+		}
+		all = append(all,
+			ParamSpec{target + block.EndingA, []int{rank, s[1]}, 0, 1 / math.Sqrt(3*float64(s[1])), nil},
+			ParamSpec{target + block.EndingB, []int{s[0], rank}, 0, 0, nil})
+		if c.Adapter.Magnitude {
+			all = append(all, ParamSpec{target + block.EndingMagnitude, []int{s[0]}, 1, 0, nil})
+		}
+	}
+
+	return all
+}
+
+// layerShapes returns the shapes of the weights of the linear layers.
+func (c Config) layerShapes() map[string][]int {
+	shapes := map[string][]int{}
+	for i := range c.Layers {
+		for _, p := range c.BlockShape().All() {
+			if len(p.Shape) == 2 {
+				shapes[blockPrefix(i)+strings.TrimSuffix(p.Name, ".weight")] = p.Shape
+			}
+		}
+	}
+	return shapes
+}
+
+// adaptersOf returns the adapters of block i.
+func (c Config) adaptersOf(i int) (all []block.Adapter) {
+	for k, target := range c.Adapter.Targets {
+		if layer, ok := strings.CutPrefix(target, blockPrefix(i)); ok {
+			all = append(all, block.Adapter{Layer: layer, Scale: c.Adapter.ScaleOf(target),
+				Magnitude: c.Adapter.Magnitude, Dropout: c.Adapter.Dropout, Salt: uint64(k)})
+		}
+	}
+	return all
+}
+
+// checkAdapter checks the adapters.
+func (c Config) checkAdapter() error {
+	a := c.Adapter
+	if a.IsZero() {
+		return nil
+	}
+
+	if len(c.Kasmina)+len(c.Weights)+len(c.Streams) > 0 || c.Depth > 0 {
+		return errors.New("llm: Config.Adapter is for models without seeds: leave out Kasmina, Weights, " +
+			"Streams and Depth")
+	}
+
+	if len(a.Targets) == 0 {
+		return errors.New("llm: Config.Adapter.Targets is empty, want names of linear layers, as " +
+			"Config.MatchLayers returns them")
+	}
+
+	if !(a.Dropout >= 0 && a.Dropout < 1) {
+		return fmt.Errorf("llm: Config.Adapter.Dropout is %v, want at least 0 and less than 1", a.Dropout)
+	}
+
+	layers := c.LinearLayers()
+	last := -1
+	for _, target := range a.Targets {
+		i := slices.Index(layers, target)
+		if i < 0 {
+			return fmt.Errorf("llm: Config.Adapter.Targets names %.100q, and the model has no such linear layer",
+				target)
+		}
+		if i <= last {
+			return fmt.Errorf("llm: Config.Adapter.Targets names %s twice or out of order", target)
+		}
+		last = i
+
+		if rank := a.RankOf(target); rank < 1 || rank > maxField {
+			return fmt.Errorf("llm: the adapter of %s has rank %d, want 1 to %d", target, rank, maxField)
+		}
+		if s := a.ScaleOf(target); !(s > 0) || math.IsInf(s, 0) {
+			return fmt.Errorf("llm: the adapter of %s has the factor %v, want a finite Alpha above 0", target, s)
+		}
+	}
+
+	for _, target := range slices.Concat(slices.Sorted(maps.Keys(a.Ranks)),
+		slices.Sorted(maps.Keys(a.Alphas))) {
+		if !slices.Contains(a.Targets, target) {
+			return fmt.Errorf("llm: Config.Adapter has a rank or an alpha for %.100q, which is no target", target)
+		}
+	}
+
+	return nil
+}

@@ -1,0 +1,146 @@
+package block
+
+import (
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/op"
+)
+
+// Tuning describes what learns in a block. In its zero value, all parameters learn and there are no
+// adapters.
+type Tuning struct {
+	Frozen   map[string]bool // weights of linear layers that have no gradient, by name
+	Adapters []Adapter
+}
+
+// An Adapter is a product of two narrow matrices next to the weight of a linear layer:
+//
+//	y = x·wᵀ + Scale·(x·aᵀ)·bᵀ
+//
+// With Magnitude, as in DoRA, m ⊙ y/‖w + Scale·b·a‖, where the norm is that of each row.
+type Adapter struct {
+	Layer     string // such as "self_attn.q_proj"
+	Scale     float64
+	Magnitude bool
+	Dropout   float64 // probability with which an input of a is left out
+	Salt      uint64  // tells the masks of layers apart
+}
+
+// Endings of the names of an adapter's parameters, after the name of its layer.
+const (
+	EndingA         = ".lora_A.weight"
+	EndingB         = ".lora_B.weight"
+	EndingMagnitude = ".lora_magnitude_vector"
+)
+
+// Params returns the names of the adapter's parameters.
+func (a Adapter) Params() []string {
+	names := []string{a.Layer + EndingA, a.Layer + EndingB}
+	if a.Magnitude {
+		names = append(names, a.Layer+EndingMagnitude)
+	}
+	return names
+}
+
+// Params returns the names of the parameters of all adapters.
+func (t Tuning) Params() (names []string) {
+	for _, a := range t.Adapters {
+		names = append(names, a.Params()...)
+	}
+	return names
+}
+
+// Drops reports whether an adapter has dropout.
+func (t Tuning) Drops() bool {
+	for _, a := range t.Adapters {
+		if a.Dropout > 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// adapter returns the adapter of a layer.
+func (t Tuning) adapter(layer string) (Adapter, bool) {
+	for _, a := range t.Adapters {
+		if a.Layer == layer {
+			return a, true
+		}
+	}
+	return Adapter{}, false
+}
+
+// plain reports whether a layer has no adapter and its weight learns.
+func (t Tuning) plain(layer string) bool {
+	_, adapted := t.adapter(layer)
+	return !adapted && !t.Frozen[layer+".weight"]
+}
+
+// product adds the product of x and the weight of a linear layer, with its adapter if it has one.
+func (p *parts) product(x *gorgonia.Node, layer string) *gorgonia.Node {
+	y := p.weigh(x, layer)
+	a, ok := p.adapter(layer)
+	if !ok {
+		return y
+	}
+
+	dropped := x
+	if a.Dropout > 0 {
+		dropped = p.do(func() (*gorgonia.Node, error) {
+			return op.Dropout(x, p.key, a.Dropout, a.Salt)
+		})
+	}
+
+	h := p.do(func() (*gorgonia.Node, error) { return op.Linear(dropped, p.params[layer+EndingA]) })
+	if a.Scale != 1 {
+		h = p.do(func() (*gorgonia.Node, error) { return gorgonia.Mul(h, number(h, a.Scale)) })
+	}
+
+	z := p.do(func() (*gorgonia.Node, error) { return op.Linear(h, p.params[layer+EndingB]) })
+	switch {
+	case !a.Magnitude:
+		return p.add(y, z)
+	case a.Dropout == 0:
+		return p.scaleColumns(p.add(y, z), p.magnitude(a))
+	}
+
+	// Of an input with dropout, DoRA scales both products, and adds what the input without dropout
+	// lacks: y − x'·wᵀ + f ⊙ (x'·wᵀ + z).
+	base := p.weigh(dropped, layer)
+	scaled := p.scaleColumns(p.add(base, z), p.magnitude(a))
+	y = p.do(func() (*gorgonia.Node, error) { return gorgonia.Sub(y, base) })
+	return p.add(y, scaled)
+}
+
+// weigh adds x·wᵀ.
+func (p *parts) weigh(x *gorgonia.Node, layer string) *gorgonia.Node {
+	linear := op.Linear
+	if p.Frozen[layer+".weight"] {
+		linear = op.FrozenLinear
+	}
+	return p.do(func() (*gorgonia.Node, error) { return linear(x, p.params[layer+".weight"]) })
+}
+
+// magnitude adds m/‖w + Scale·b·a‖ for each row.
+func (p *parts) magnitude(a Adapter) *gorgonia.Node {
+	norms := p.do(func() (*gorgonia.Node, error) {
+		return op.RowNorms(p.params[a.Layer+".weight"], p.params[a.Layer+EndingA],
+			p.params[a.Layer+EndingB], a.Scale)
+	})
+	return p.do(func() (*gorgonia.Node, error) {
+		return gorgonia.HadamardDiv(p.params[a.Layer+EndingMagnitude], norms)
+	})
+}
+
+func (p *parts) scaleColumns(x, f *gorgonia.Node) *gorgonia.Node {
+	return p.do(func() (*gorgonia.Node, error) { return op.ScaleColumns(x, f) })
+}
+
+// number returns a constant of the type of a node.
+func number(like *gorgonia.Node, x float64) *gorgonia.Node {
+	if like.Dtype() == tensor.Float64 {
+		return gorgonia.NewConstant(x)
+	}
+	return gorgonia.NewConstant(float32(x))
+}
