@@ -49,7 +49,7 @@ func main() {
 	out := flag.String("out", filepath.Join("runs", "grow"), "`folder` for the record")
 	limit := flag.Duration("time", 30*time.Second, "time to train each model")
 	seed := flag.Uint64("seed", 1, "random seed of the weights and of the data order")
-	replay := flag.String("replay", "", "let the growing model follow this `record`, and train no other")
+	replay := flag.String("replay", "", "train only the growing model, and let it follow this `record`")
 	flag.Parse()
 
 	err := run(launch.UntilInterrupt(os.Stderr), *path, *out, *replay, *limit, *seed, os.Stdout)

@@ -219,7 +219,7 @@ func (e *experiment) follow(t *llm.Trainer, r *trained, name string, grown bool)
 			r.loss = bits * math.Ln2
 			r.curve = append(r.curve, e.where(t, of*v.Share, r.loss))
 			fmt.Fprintf(e.w,
-				"%-12s %3.0f %% of %v, step %d, %d blocks, held-out loss %.4f nats a byte\n", name,
+				"%-12s %3.0f %% of %v, step %d, %d blocks, held-out loss %.4f nats per byte\n", name,
 				100*v.Share, v.Budget, v.Step, t.Model.Config.Layers, r.loss)
 		}
 		return nil

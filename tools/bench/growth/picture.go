@@ -73,7 +73,7 @@ func title(c comparison) string {
 			c.grown.loss-c.static.loss)
 	}
 	return fmt.Sprintf("The grown model reaches the static model's loss in %.0f %% of its time,\n"+
-		"and ends %.3f nats a byte lower", 100*c.grown.timeTo(c.static.loss),
+		"and ends %.3f nats per byte lower", 100*c.grown.timeTo(c.static.loss),
 		c.static.loss-c.grown.loss)
 }
 
