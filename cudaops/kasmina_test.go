@@ -643,7 +643,7 @@ func gradientsOfLayers(g *gorgonia.ExprGraph) (all gorgonia.Nodes) {
 
 func inPlaceTasks(m *Machine) (n int) {
 	for _, t := range m.runner.Program.Calls {
-		if o := t.Over; o.From != nil && o.From.Ptr() == o.To.Ptr() {
+		if o := t.InPlace; o.From != nil && o.From.Ptr() == o.To.Ptr() {
 			n++
 		}
 	}

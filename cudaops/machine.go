@@ -46,7 +46,7 @@ type Machine struct {
 	layers    *kasmina.Layers
 	chooser   *choose.Chooser
 	optimizer *update.Optimizer
-	measured  *profile.Machine
+	measured  *profile.Target
 	monitor   *profile.Monitor  // nil without WithMonitor
 	profiler  *profile.Profiler // nil unless a profile has been started
 
@@ -96,7 +96,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 	}
 
 	m := &Machine{device: d, config: config, runner: &run.Runner{Executor: x,
-		Scale: run.Scale{Now: optimizerkernel.LossScale{Scale: 1}}}}
+		Scale: run.Scale{Current: optimizerkernel.LossScale{Scale: 1}}}}
 	defer func() {
 		if err != nil {
 			err = run.Joined(err, m.Close())
@@ -113,7 +113,7 @@ func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Mac
 
 	clock.End("program")
 	if m.config.ranks != nil {
-		m.chooser.Settle()
+		m.chooser.StopTiming()
 	}
 
 	if err := m.load(p); err != nil {
@@ -158,8 +158,8 @@ func compileWithinBudget(m *Machine, g *gorgonia.ExprGraph) (*program.Program, e
 		if shortfall <= 0 || err != nil {
 			return p, err
 		}
-		m.runner.ForgetPlans()
-		m.chooser.Again()
+		m.runner.ClearPlans()
+		m.chooser.Reset()
 		if m.config.limit > 0 && m.config.Room == math.MaxInt {
 			m.config.Room = p.Spent - shortfall
 		} else {
@@ -181,7 +181,7 @@ func compile(m *Machine, g *gorgonia.ExprGraph) (*program.Program, error) {
 	}
 
 	if m.config.ranks != nil {
-		schedule.PutOff(p, lastProducts)
+		schedule.DeferProducts(p, lastProducts)
 	}
 
 	var retained []*program.Array
@@ -275,13 +275,13 @@ func (m *Machine) load(p *program.Program) (err error) {
 	}
 
 	warn := m.config.Warn
-	if m.layers, err = kasmina.New(&kasmina.Machine{Runner: r, Strict: m.config.Strict,
-		Warn: warn, Apart: m.config.single}); err != nil {
+	if m.layers, err = kasmina.New(&kasmina.Runtime{Runner: r, Strict: m.config.Strict,
+		Warn: warn, SeparateGraphs: m.config.single}); err != nil {
 		return err
 	}
 
-	r.Host, r.Pass = r.OnTheHost, m.layers.Run
-	m.measured = &profile.Machine{Runner: r, Layers: m.layers, Warn: warn,
+	r.Host, r.Pass = r.ComputeOnHost, m.layers.Run
+	m.measured = &profile.Target{Runner: r, Layers: m.layers, Warn: warn,
 		Operands: m.config.Activation, Float8: m.config.Float8, Copy: m.config.ceilingBytes}
 	if m.config.monitor > 0 {
 		m.monitor = profile.NewMonitor(m.measured, m.config.monitor)
@@ -388,7 +388,7 @@ func (m *Machine) Run(ctx context.Context) (err error) {
 	}
 	defer m.profiler.Call("Run")()
 
-	if err := run.InTurn(func() error { return awaited.Arrive(r.Stream) }, m.layers.Before,
+	if err := run.InOrder(func() error { return awaited.Arrive(r.Stream) }, m.layers.Before,
 		r.Inputs.SendAll, func() error { return device.Record(m.sent, r.Stream) },
 		func() error { return r.Compute(m.observer(), m.optimizer) }, m.layers.After); err != nil {
 		return err
@@ -431,7 +431,7 @@ func (m *Machine) Close() (err error) {
 	}
 
 	ctx, x := m.device.ctx, m.runner.Executor
-	err = run.Joined(m.runner.DropCaptures(), m.layers.Settle(), m.monitor.Close(),
+	err = run.Joined(m.runner.DropCaptures(), m.layers.Flush(), m.monitor.Close(),
 		m.profiler.Close(), m.optimizer.Close(), x.Memory.Close())
 	if m.config.stream == 0 {
 		err = run.Joined(err, ctx.DestroyStream(x.Stream))

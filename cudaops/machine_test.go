@@ -1243,7 +1243,7 @@ func TestRoom(t *testing.T) {
 		require.NotEqual(t, c.spent, m.Memory() < held, "%s: the machine holds %d bytes, with h %d",
 			c.what, m.Memory(), held)
 		require.Len(t, m.runner.Program.Kasmina, 1, c.what)
-		require.NotNil(t, m.runner.Program.Kasmina[0].OfWeights, c.what)
+		require.NotNil(t, m.runner.Program.Kasmina[0].WeightsInput, c.what)
 		require.Equal(t, got, want, c.what)
 	}
 
@@ -1980,7 +1980,7 @@ func TestModelFitsBinaries(t *testing.T) {
 				device := openBinaries(t, card)
 				var log bytes.Buffer
 				timed := func(c *machineConfig) error {
-					c.variants.Mode, c.variants.Least, c.variants.Path = choose.Full, 1,
+					c.variants.Mode, c.variants.MinFLOPs, c.variants.Path = choose.Full, 1,
 						filepath.Join(t.TempDir(), "tune.json")
 					return nil
 				}
@@ -2219,7 +2219,7 @@ func TestRetry(t *testing.T) {
 				for try := 0; err != nil && try < 3; try++ {
 					require.ErrorIs(t, err, gpu.OutOfMemory, "%s, call %d: %v", call, nth, err)
 					if enqueues := call == "cuLaunchKernel" || call == "cublasLtMatmul"; enqueues &&
-						run == 0 && l.machine.runner.Now.Loaded {
+						run == 0 && l.machine.runner.Current.Loaded {
 						t.Fatalf("%s, call %d: kernels count as loaded before a run has loaded them", call, nth)
 					}
 					err = l.machine.RunAll()

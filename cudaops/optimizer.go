@@ -54,7 +54,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 	}
 
 	if old := m.optimizer; old != nil {
-		m.optimizer, m.runner.Beside = nil, nil
+		m.optimizer, m.runner.Overlap = nil, nil
 		// Captured runs may include the exchange of gradients.
 		if err := run.Joined(m.runner.DropCaptures(), old.Close()); err != nil {
 			return err
@@ -68,8 +68,8 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 				g = sum
 			}
 			all = append(all, &update.Param{Input: i, Grad: g,
-				Rule:  rules.Rule(i.Node.Name(), i.Node.Shape()),
-				Apart: slices.Contains(m.config.separatelyClipped, i.Node)})
+				Rule:           rules.Rule(i.Node.Name(), i.Node.Shape()),
+				ClipSeparately: slices.Contains(m.config.separatelyClipped, i.Node)})
 		}
 	}
 
@@ -78,7 +78,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 			"them with gorgonia.Grad")
 	}
 
-	x, err := update.New(update.Machine{Runner: m.runner, Chooser: m.chooser,
+	x, err := update.New(update.Runtime{Runner: m.runner, Chooser: m.chooser,
 		Activation: m.config.Activation, Kept: m.config.inherited}, rules, all, maxNorm,
 		m.config.ranks)
 	if err != nil {
@@ -87,7 +87,7 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 
 	m.config.inherits = nil // a later optimizer has its own state
 	if m.optimizer = x; x.Shared() {
-		m.runner.Beside = x
+		m.runner.Overlap = x
 	}
 
 	return nil
@@ -150,16 +150,16 @@ func applyUpdate(m *Machine, by *program.Array,
 	}
 
 	scale := &m.runner.Scale
-	if m.runner.Program.Scale != nil && scale.Carried != scale.Now.Scale {
+	if m.runner.Program.Scale != nil && scale.Carried != scale.Current.Scale {
 		return 0, 0, errors.New("the loss scale has changed since the last run: run the machine again")
 	}
 
 	x.Abandoned = true // until the outcome of the update is known
-	if err := run.InTurn(func() error { return enqueueUpdate(m, by) }, x.WaitForRun); err != nil {
+	if err := run.InOrder(func() error { return enqueueUpdate(m, by) }, x.WaitForRun); err != nil {
 		return 0, 0, err
 	}
 
-	settled := m.layers.Settle()
+	settled := m.layers.Flush()
 	if by != nil {
 		value = float64(x.Loss())
 	}
@@ -177,7 +177,7 @@ func applyUpdate(m *Machine, by *program.Array,
 
 	x.Abandoned = false
 	if m.runner.Program.Scale != nil {
-		scale.Now = done.Next
+		scale.Current = done.Next
 	}
 
 	if done.Skipped && !(scale.Carried > 1) && value-value == 0 {
@@ -248,7 +248,7 @@ func (m *Machine) Forget(param *gorgonia.Node, from, to int) (err error) {
 			graph.Describe(param), n)
 	}
 
-	x.Forgot() // on all ranks, since they gather the state together
+	x.StateCleared() // on all ranks, since they gather the state together
 	return x.Forget(i, from, to)
 }
 
@@ -263,7 +263,7 @@ func (m *Machine) DropGradients() (err error) {
 	if err = usable(m); err != nil {
 		return
 	}
-	return errors.Join(m.layers.Settle(), update.ClearSums(m.runner))
+	return errors.Join(m.layers.Flush(), update.ClearSums(m.runner))
 }
 
 // NonFinite returns the first parameter with a gradient that contains NaN or infinity, or that has an
@@ -309,7 +309,7 @@ func (m *Machine) LossScale() LossScale {
 	if m == nil || m.runner == nil {
 		return LossScale{}
 	}
-	s := m.runner.Scale.Now
+	s := m.runner.Scale.Current
 	return LossScale{Scale: float64(s.Scale), Good: int(s.Good), Skipped: int(s.Skipped)}
 }
 
@@ -340,7 +340,7 @@ func (m *Machine) SetLossScale(s LossScale) (err error) {
 		return err
 	}
 
-	m.runner.Scale = run.Scale{Now: scale}
+	m.runner.Scale = run.Scale{Current: scale}
 	return update.ClearSums(m.runner)
 }
 

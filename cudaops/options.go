@@ -90,7 +90,7 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 			c.grads, Precision(slices.Index(storedAs, c.Activation)))
 	}
 
-	return c, run.InTurn(func() error { return c.Within(g) },
+	return c, run.InOrder(func() error { return c.Within(g) },
 		func() error { return checkFloat8(d, &c) }, func() error { return setVariants(d, &c) })
 }
 

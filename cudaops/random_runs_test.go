@@ -34,10 +34,10 @@ func (s *scope) close() {
 }
 
 // fakeMachine returns a machine that computes random runs on the fake driver, each on a new device.
-func fakeMachine(t *testing.T, opts ...cudaops.MachineOption) runtest.Machine {
+func fakeMachine(t *testing.T, opts ...cudaops.MachineOption) runtest.Device {
 	faults := []string{"cuMemAlloc", "cuMemAlloc", "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync",
 		"cuStreamSynchronize", "cuLaunchKernel"}
-	return runtest.Machine{
+	return runtest.Device{
 		Name:   t.Name(),
 		Limits: runtest.Limits{Listening: true, Faults: faults},
 		Open: func() (*runtest.Session, error) {

@@ -134,5 +134,5 @@ func (l *singleOp) run(operands []gpu.Ptr, result gpu.Ptr) error {
 		return err
 	}
 
-	return m.layers.Settle()
+	return m.layers.Flush()
 }

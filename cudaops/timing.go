@@ -79,7 +79,7 @@ func (m *Machine) Choices() []Choice {
 	if m == nil || m.runner == nil {
 		return nil
 	}
-	return m.chooser.Made()
+	return m.chooser.Choices()
 }
 
 // setVariants completes the configuration of the chooser.

@@ -157,7 +157,7 @@ func clearChoiceVariables(t *testing.T) {
 // timedFrom sets the least number of operations of ops worth timing, and the file of stored choices.
 func timedFrom(least float64, path string) MachineOption {
 	return func(c *machineConfig) error {
-		c.variants.Least, c.variants.Path = least, path
+		c.variants.MinFLOPs, c.variants.Path = least, path
 		return nil
 	}
 }

@@ -57,7 +57,7 @@ func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 	}
 
 	if v, err = m.runner.Fetch(a, scale); err == nil {
-		err = m.layers.Settle()
+		err = m.layers.Flush()
 	}
 	if err != nil {
 		return nil, err
@@ -222,7 +222,7 @@ func inputOf(m *Machine, p *gorgonia.Node) (*program.Input, error) {
 	if p == nil {
 		return nil, errors.New("a node is nil")
 	}
-	i := m.runner.Inputs.Of(p)
+	i := m.runner.Inputs.Find(p)
 	if i == nil {
 		return nil, fmt.Errorf("%s is not an input of the graph", graph.Describe(p))
 	}
@@ -247,7 +247,7 @@ func (m *Machine) Download(some ...*gorgonia.Node) (err error) {
 	all := some
 	if len(some) == 0 { // except unused and shared parameters
 		all = slices.DeleteFunc(slices.Clone(m.config.Params), func(p *gorgonia.Node) bool {
-			return m.runner.Inputs.Of(p) == nil
+			return m.runner.Inputs.Find(p) == nil
 		})
 	}
 
@@ -376,7 +376,7 @@ func (m *Machine) CloseKept() (_ *Kept, err error) {
 	}
 
 	k := run.NewKept(m.device.ctx)
-	x.Leave(k, m.runner.Memory)
+	x.HandOver(k, m.runner.Memory)
 	if err := m.Close(); err != nil {
 		return nil, run.Joined(err, k.Close())
 	}
@@ -417,7 +417,7 @@ func WithKept(k *Kept, from map[string]string) MachineOption {
 // every such parameter is available.
 func (c *machineConfig) missingParam() string {
 	for _, p := range c.Params {
-		if name := c.inherits[p.Name()]; c.kept.Left[name] {
+		if name := c.inherits[p.Name()]; c.kept.HandedOver[name] {
 			return name
 		}
 	}

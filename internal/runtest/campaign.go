@@ -54,7 +54,7 @@ type Plan struct {
 }
 
 // Campaign checks random cases on a machine and logs how often each property was checked.
-func Campaign(t *testing.T, m Machine, f Flags, p Plan) {
+func Campaign(t *testing.T, m Device, f Flags, p Plan) {
 	t.Helper()
 	change := p.Change
 	folder := scratch(t)
@@ -175,7 +175,7 @@ type finding struct {
 }
 
 // caseOf parses the value of the flag -case.
-func caseOf(text string, m Machine, change func(*Case) bool) (c Case, err error) {
+func caseOf(text string, m Device, change func(*Case) bool) (c Case, err error) {
 	if strings.HasPrefix(text, "{") {
 		return Parse(text)
 	}
@@ -215,7 +215,7 @@ func packageOf(folder string) string {
 }
 
 // smaller describes the smallest case that fails in the same way.
-func smaller(t *testing.T, c Case, m Machine, failure *Failure, f Flags, folder string) string {
+func smaller(t *testing.T, c Case, m Device, failure *Failure, f Flags, folder string) string {
 	if f.Shrink <= 0 {
 		return ""
 	}

@@ -19,8 +19,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Machine describes a device on which cases run.
-type Machine struct {
+// Device describes a device on which cases run.
+type Device struct {
 	Name   string
 	Limits Limits
 	// Open opens the device for one case.
@@ -28,9 +28,9 @@ type Machine struct {
 	// Ranks calls f for every rank of a team and returns the errors by rank. It is nil if Limits.Ranks
 	// is 0.
 	Ranks func(ranks int, f func(rank int, build Build) error) []error
-	// RankedApart reports that ranks compute different bits from a single process, as on GPUs. Their runs
+	// RanksDiffer reports that ranks compute different bits from a single process, as on GPUs. Their runs
 	// are compared with the run of a team of one, and each rank needs a batch in every step.
-	RankedApart bool
+	RanksDiffer bool
 }
 
 // Session is a device that has been opened for one case.
@@ -80,7 +80,7 @@ type Result struct {
 // checker checks one case.
 type checker struct {
 	Case
-	machine Machine
+	machine Device
 	session *Session
 	folder  string
 	rigs    int
@@ -91,7 +91,7 @@ type checker struct {
 }
 
 // Check makes the runs of a case and compares them. It writes files to the given folder.
-func Check(c Case, m Machine, folder string) (r Result) {
+func Check(c Case, m Device, folder string) (r Result) {
 	k := &checker{Case: c, machine: m, folder: folder}
 	defer func() {
 		r = k.Result
@@ -311,7 +311,7 @@ func (k *checker) resumer(into, path, what string) *rig {
 	case "other":
 		r := k.rig(k.Case, nil)
 		orders := r.Orders
-		r.Orders = others(orders)
+		r.Orders = resized(orders)
 		err := r.run()
 		if err != nil && !errors.Is(err, llm.ErrDiverged) && !idle(err) {
 			k.fail(Completes, "a run with other orders: %w", err)
@@ -324,9 +324,9 @@ func (k *checker) resumer(into, path, what string) *rig {
 	return k.rig(k.Case, nil)
 }
 
-// others returns orders that plant the same blueprints with different sizes. It omits every fifth
+// resized returns orders that plant the same blueprints with different sizes. It omits every fifth
 // order.
-func others(orders []Order) (all []Order) {
+func resized(orders []Order) (all []Order) {
 	for i, o := range orders {
 		if i%5 == 4 {
 			continue
@@ -396,7 +396,7 @@ func (k *checker) ranks() {
 
 	what := fmt.Sprintf("a run on %d ranks", k.Ranks)
 	want, wantEnd, from := k.straight, k.end, ""
-	if k.machine.RankedApart {
+	if k.machine.RanksDiffer {
 		one := c.clone()
 		one.Ranks = 1
 		var errs []error
@@ -434,7 +434,7 @@ func (k *checker) onRanks() *Case {
 		return nil // documented to compute different bits
 	}
 
-	if k.machine.RankedApart && (k.Train.Accumulate < k.Ranks || o.Stability != 0 || o.AdaptiveClip > 0) {
+	if k.machine.RanksDiffer && (k.Train.Accumulate < k.Ranks || o.Stability != 0 || o.AdaptiveClip > 0) {
 		return nil // refused by GPUs
 	}
 

@@ -21,8 +21,8 @@ func (k *checker) fault() {
 	case f == nil:
 	case isOf(f.Op, "rank"):
 		k.rankFault()
-	case f.Op == besideSample:
-		k.resumeBesideSample()
+	case f.Op == duringSample:
+		k.resumeDuringSample()
 	case slices.Contains(k.machine.Limits.Faults, f.Op):
 		k.faultOfMachine()
 	case f.Resuming:
@@ -308,7 +308,7 @@ func (k *checker) faultOfResume() {
 // rankFault makes one of several ranks fail, and continues with the same number of ranks.
 func (k *checker) rankFault() {
 	c := k.onRanks()
-	if c == nil || k.machine.RankedApart {
+	if c == nil || k.machine.RanksDiffer {
 		return
 	}
 
@@ -368,11 +368,11 @@ func (k *checker) rankFault() {
 	k.checked(Unharmed)
 }
 
-// besideSample is the fault that makes another goroutine call Resume while a callback samples.
-const besideSample = "Resume beside SampleText"
+// duringSample is the fault that makes another goroutine call Resume while a callback samples.
+const duringSample = "Resume beside SampleText"
 
-// resumeBesideSample resumes at an earlier step while a callback samples.
-func (k *checker) resumeBesideSample() {
+// resumeDuringSample resumes at an earlier step while a callback samples.
+func (k *checker) resumeDuringSample() {
 	c := k.faultCase()
 	r := k.rig(c, nil)
 	steps := k.straight.tr.Step()

@@ -31,7 +31,7 @@ var (
 		"callback Noted", "callback RunStart", "callback RunEnd", "callback Saved",
 		"callback EvalEnd", "panic StepEnd", "panic Decide"}
 	cancelOps = []string{"cancel StepEnd", "cancel Gradients", "cancel Gradients", "cancel Loss",
-		"stop StepEnd", besideSample}
+		"stop StepEnd", duringSample}
 )
 
 // faultOps returns the operations that can fail on a machine. Repeated operations are chosen more

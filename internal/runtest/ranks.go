@@ -16,8 +16,8 @@ import (
 )
 
 // CPU returns the machine that uses the processors of this computer.
-func CPU() Machine {
-	return Machine{Name: "CPU", Ranks: cpuRanks,
+func CPU() Device {
+	return Device{Name: "CPU", Ranks: cpuRanks,
 		Open:   func() (*Session, error) { return &Session{Engine: llm.CPUEngine()}, nil },
 		Limits: Limits{Float64: true, Optimizer: true, Ranks: 3, Listening: true}}
 }

@@ -38,7 +38,7 @@ func TestRandomRuns(t *testing.T) {
 			if p == cudaops.Float16 { // float16 supports only a single GPU
 				ranks = 0
 			}
-			m := runtest.Machine{Name: p.String() + " on " + device.Name(), RankedApart: true,
+			m := runtest.Device{Name: p.String() + " on " + device.Name(), RanksDiffer: true,
 				Limits: runtest.Limits{Listening: true, Ranks: ranks},
 				Open: func() (*runtest.Session, error) {
 					return &runtest.Session{Engine: gpu.Engine(device, p)}, nil

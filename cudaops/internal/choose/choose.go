@@ -21,12 +21,12 @@ import (
 
 // Config configures a Chooser.
 type Config struct {
-	Mode    Mode // must not be Default
-	Rules   variantrule.Rules
-	Path    string  // file of stored choices; "" to keep choices in memory only
-	Least   float64 // smallest FLOPs of a product worth timing; 0 for the default
-	Device  gpu.DeviceInfo
-	Version int // CUDA driver version
+	Mode     Mode // must not be Default
+	Rules    variantrule.Rules
+	Path     string  // file of stored choices; "" to keep choices in memory only
+	MinFLOPs float64 // smallest FLOPs of a product worth timing; 0 for the default
+	Device   gpu.DeviceInfo
+	Version  int // CUDA driver version
 	// Given contains the choices of another machine, which the chooser adopts instead of timing. It is
 	// nil to choose independently.
 	Given  []optime.Choice
@@ -56,8 +56,8 @@ const (
 // New returns a chooser that times variants on x.
 func New(x *run.Executor, c Config) *Chooser {
 	t := &Chooser{Config: c, x: x, known: map[string]*optime.Choice{}}
-	if t.Least == 0 {
-		t.Least = defaultMinFLOPs
+	if t.MinFLOPs == 0 {
+		t.MinFLOPs = defaultMinFLOPs
 	}
 
 	switch {
@@ -73,19 +73,19 @@ func New(x *run.Executor, c Config) *Chooser {
 	return t
 }
 
-// Settle disables timing. Choices that remain are made by rule.
-func (t *Chooser) Settle() { t.store, t.given = nil, nil }
+// StopTiming disables timing. Choices that remain are made by rule.
+func (t *Chooser) StopTiming() { t.store, t.given = nil, nil }
 
-// Made returns the choices of the current program in the order they were made.
-func (t *Chooser) Made() (made []optime.Choice) {
+// Choices returns the choices of the current program in the order they were made.
+func (t *Chooser) Choices() (made []optime.Choice) {
 	for _, c := range t.choices {
 		made = append(made, *c)
 	}
 	return made
 }
 
-// Again clears the list of choices made, so that another program can be compiled from the same graph.
-func (t *Chooser) Again() { t.choices = nil }
+// Reset clears the list of choices made, so that another program can be compiled from the same graph.
+func (t *Chooser) Reset() { t.choices = nil }
 
 // Tunes reports whether timing may influence choices, here or on the machine that provided the given
 // choices.
@@ -95,7 +95,7 @@ func (t *Chooser) Tunes() bool { return t.store != nil || t.given != nil }
 func (t *Chooser) Variants(params any) []kernel.Variant { return t.x.Kernels.Variants(params) }
 
 // worthTiming reports whether a product of the given size should be timed.
-func (t *Chooser) worthTiming(flops float64) bool { return t.Tunes() && flops >= t.Least }
+func (t *Chooser) worthTiming(flops float64) bool { return t.Tunes() && flops >= t.MinFLOPs }
 
 // Program chooses a variant for every call of a program.
 func (t *Chooser) Program(p *program.Program) error {
@@ -184,7 +184,7 @@ func (t *Chooser) choose(j program.Group) (variant int, c *optime.Choice, err er
 		if len(left) > 1 && !forced {
 			c.Source = optime.Stored
 		}
-	} else if t.store != nil && len(left) > 1 && (j.FLOPs == 0 || j.FLOPs >= t.Least) {
+	} else if t.store != nil && len(left) > 1 && (j.FLOPs == 0 || j.FLOPs >= t.MinFLOPs) {
 		if variant, err = t.fastestStored(j, left, c); err != nil {
 			return 0, nil, fmt.Errorf("timing %s %s: %w", j.Op, j.Shape, err)
 		}

@@ -88,7 +88,7 @@ func TestSameJobOnce(t *testing.T) {
 		choices = append(choices, choice)
 	}
 	require.Same(t, choices[0], choices[2])
-	require.Equal(t, []optime.Choice{*choices[0], *choices[1]}, chooser.Made())
+	require.Equal(t, []optime.Choice{*choices[0], *choices[1]}, chooser.Choices())
 }
 
 // TestAgain checks that the next program of a graph keeps the choices of the previous one, even if the
@@ -98,8 +98,8 @@ func TestAgain(t *testing.T) {
 	_, _, err := chooser.choose(norm("[3, 5]"))
 	require.NoError(t, err)
 	chooser.Rules = nil
-	chooser.Again()
-	require.Empty(t, chooser.Made())
+	chooser.Reset()
+	require.Empty(t, chooser.Choices())
 	variant, _, err := chooser.choose(norm("[3, 5]"))
 	require.NoError(t, err)
 	require.Equal(t, 1, variant)

@@ -42,7 +42,7 @@ func newLayer(t *testing.T, telemetry state.Telemetry) *layer {
 
 	l := &layer{Rig: passtest.New(t, g, lower.Options{Asked: graph.Asked{
 		Params: gorgonia.Nodes{weights, scales}}}), lattice: lattice}
-	l.Layers, err = kasmina.New(&kasmina.Machine{Runner: l.Runner, Warn: func(string) {}})
+	l.Layers, err = kasmina.New(&kasmina.Runtime{Runner: l.Runner, Warn: func(string) {}})
 	require.NoError(t, err)
 	l.Runner.Pass = l.Layers.Run
 	return l
@@ -100,20 +100,20 @@ func TestPasses(t *testing.T) {
 	}
 }
 
-// TestReports checks that Settle delivers the counts added since the previous run to the lattice.
+// TestReports checks that Flush delivers the counts added since the previous run to the lattice.
 func TestReports(t *testing.T) {
 	l := newLayer(t, state.Telemetry{Mode: state.Off})
 	_, b := l.run(t)
 	l.count(t, b, 3, 0)
 	require.NoError(t, l.After())
 	require.Equal(t, []int{0, 0}, l.clips(), "the report has not been received")
-	require.NoError(t, l.Settle())
+	require.NoError(t, l.Flush())
 	require.Equal(t, []int{3, 0}, l.clips())
 
 	l.run(t)
 	l.count(t, b, 4, 2) // the device's counts accumulate
 	require.NoError(t, l.After())
-	require.NoError(t, l.Settle())
+	require.NoError(t, l.Flush())
 	require.Equal(t, []int{4, 2}, l.clips())
 }
 
@@ -130,7 +130,7 @@ func TestUnreportedRun(t *testing.T) {
 	l.run(t)
 	l.count(t, b, 5, 3)
 	require.NoError(t, l.After())
-	require.NoError(t, l.Settle())
+	require.NoError(t, l.Flush())
 	require.Equal(t, []int{1, 3}, l.clips())
 }
 

@@ -19,12 +19,12 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Machine is the machine that the layers belong to.
-type Machine struct {
+// Runtime is the machine that the layers belong to.
+type Runtime struct {
 	*run.Runner
-	Strict bool                 // treat a kind of blueprint without a kernel as an error
-	Apart  bool                 // op and backward op are in separate graphs
-	Warn   func(message string) // called once per distinct message
+	Strict         bool                 // treat a kind of blueprint without a kernel as an error
+	SeparateGraphs bool                 // op and backward op are in separate graphs
+	Warn           func(message string) // called once per distinct message
 }
 
 // layer mirrors a lattice's state on the device, and sends it before a run if it has changed.
@@ -61,7 +61,7 @@ type flight struct {
 // Layers are the Kasmina layers of a machine. Their reports are stored contiguously, so that a single
 // copy fetches them all. Each copy adds 8 µs to a step.
 type Layers struct {
-	m      *Machine
+	m      *Runtime
 	layers []*layer
 	of     map[*program.KasminaLayer]*layer
 
@@ -75,7 +75,7 @@ type Layers struct {
 }
 
 // New prepares the layers of a machine's program, and installs them as the runner's attendant.
-func New(m *Machine) (ls *Layers, err error) {
+func New(m *Runtime) (ls *Layers, err error) {
 	p := m.Program
 	ls = &Layers{m: m, of: map[*program.KasminaLayer]*layer{}}
 	m.Attendant = ls
@@ -119,7 +119,7 @@ func (ls *Layers) Before() error {
 	}
 	ls.unreported = len(ls.layers) > 0
 	for _, l := range ls.layers {
-		if err := run.InTurn(l.before, l.start); err != nil {
+		if err := run.InOrder(l.before, l.start); err != nil {
 			return err
 		}
 	}
@@ -156,12 +156,12 @@ func (ls *Layers) discardUnreported() error {
 	}
 
 	// Earlier reports contain counts from before the failure.
-	if err := ls.Settle(); err != nil {
+	if err := ls.Flush(); err != nil {
 		return err
 	}
 
 	report := ls.host[ls.next]
-	if err := run.InTurn(
+	if err := run.InOrder(
 		func() error { return ls.m.Ctx.CopyToHost(report, ls.m.Program.Reports.Ptr(), ls.m.Stream) },
 		func() error { return ls.m.Ctx.SyncStream(ls.m.Stream) }); err != nil {
 		return err
@@ -177,7 +177,7 @@ func (ls *Layers) discardUnreported() error {
 
 // countsIn returns the layer's counts in a report.
 func (l *layer) countsIn(report []byte) []uint32 {
-	return gpu.View[uint32](report)[l.Place(0):][:len(l.counts)]
+	return gpu.View[uint32](report)[l.ReportOffset(0):][:len(l.counts)]
 }
 
 // AppendMode appends the telemetry mode of every layer, and whether the host computes the layer.
@@ -193,8 +193,8 @@ func (ls *Layers) OnHost() bool {
 	return slices.ContainsFunc(ls.layers, func(l *layer) bool { return l.onHost })
 }
 
-// Settle waits for pending reports and passes them to the lattices.
-func (ls *Layers) Settle() error {
+// Flush waits for pending reports and passes them to the lattices.
+func (ls *Layers) Flush() error {
 	if ls == nil { // the machine was never fully constructed
 		return nil
 	}
@@ -207,7 +207,7 @@ func (ls *Layers) Settle() error {
 
 // address returns the device address of one of the arrays in the layer's report.
 func (l *layer) address(word int) gpu.Ptr {
-	return l.m.Program.Reports.Ptr().Offset(4 * l.Place(word))
+	return l.m.Program.Reports.Ptr().Offset(4 * l.ReportOffset(word))
 }
 
 // chunksMoved returns the number of seed-sized chunks that the last run's backward pass moved: the gradient of
@@ -235,7 +235,7 @@ func (l *layer) encode(pass *op.KasminaPass) error {
 	var narrow error
 	err := l.State.Encode(l.encoded, func(i int) seed.Seed {
 		s := pass.Seed(i)
-		s.Limit = float64(float32(s.Limit) * l.m.Scale.Now.Scale)
+		s.Limit = float64(float32(s.Limit) * l.m.Scale.Current.Scale)
 		if kasminakernel.Mixes(s) && narrow == nil {
 			if _, err := blueprints.Size(s.Kind, l.Chunk, l.Width); err != nil {
 				narrow = fmt.Errorf("seed %d: %w", i, err)
@@ -254,7 +254,7 @@ func (l *layer) begin(pass *op.KasminaPass) error {
 		return pass.Resume()
 	}
 	pass.Begin()
-	if l.m.Apart {
+	if l.m.SeparateGraphs {
 		pass.Leave()
 	}
 	return pass.Attached()
@@ -279,7 +279,7 @@ func (l *layer) before() error {
 		return fmt.Errorf("%v: %w", l.Op, err)
 	}
 
-	f.scale, f.mode = l.m.Scale.Now.Scale, mode{}
+	f.scale, f.mode = l.m.Scale.Current.Scale, mode{}
 	if l.onHost { // the op itself reports to the lattice, after pending reports
 		return l.receive(last, true)
 	}
@@ -337,7 +337,7 @@ func (l *layer) deliver(f *flight, report []byte) error {
 
 	copy(l.counts, counts)
 	count := func(what, seed int) int { return int(counted[what*seeds+seed]) }
-	figure := func(what, i, seed int) float64 { return float64(figures[l.Place(what+i)+seed]) }
+	figure := func(what, i, seed int) float64 { return float64(figures[l.ReportOffset(what+i)+seed]) }
 	elements := float64(l.Rows * l.Chunk)
 
 	health := func(seed int) state.HealthSample {
@@ -351,7 +351,7 @@ func (l *layer) deliver(f *flight, report []byte) error {
 		h.Moments = state.Moments{Count: elements - float64(h.NonFinite),
 			Mean: v(kasminakernel.Moments), Variance: v(kasminakernel.Moments + 1)}
 		if f.mode.histogram {
-			h.Histogram = (*state.Histogram)(words[l.Place(program.KasminaBins)+
+			h.Histogram = (*state.Histogram)(words[l.ReportOffset(program.KasminaBins)+
 				seed*kasminakernel.Bins:])
 		}
 		return h

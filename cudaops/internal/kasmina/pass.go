@@ -84,31 +84,31 @@ func (ls *Layers) Measures(c *program.Call) bool {
 	return ok && !p.Replay && ls.of[p.Layer].current().mode.telemetry
 }
 
-// Save copies the gradient that an in-place backward pass overwrites, for use by Unmeasured.
+// Save copies the gradient that an in-place backward pass overwrites, for use by RunWithoutTelemetry.
 func (ls *Layers) Save(c *program.Call) error {
 	p := c.Params.(*program.KasminaPass)
-	if p.Spare == nil {
+	if p.GradCopy == nil {
 		return nil
 	}
 	g := c.Operand(&p.Backward.G)
-	return ls.m.Ctx.CopyOnDevice(p.Spare.Ptr(), g.Ptr(), g.Extent(), ls.m.Stream)
+	return ls.m.Ctx.CopyOnDevice(p.GradCopy.Ptr(), g.Ptr(), g.Extent(), ls.m.Stream)
 }
 
-// Unmeasured enqueues a pass without telemetry.
-func (ls *Layers) Unmeasured(c *program.Call) error {
+// RunWithoutTelemetry enqueues a pass without telemetry.
+func (ls *Layers) RunWithoutTelemetry(c *program.Call) error {
 	p := c.Params.(*program.KasminaPass)
 	l := ls.of[p.Layer]
 	pass := l.pass(c, mode{}, false)
-	if b, ok := pass.(kasminakernel.Backward); ok && p.Spare != nil {
-		b.G, b.DX = p.Spare.Ptr(), p.Spare.Ptr()
+	if b, ok := pass.(kasminakernel.Backward); ok && p.GradCopy != nil {
+		b.G, b.DX = p.GradCopy.Ptr(), p.GradCopy.Ptr()
 		pass = b
 	}
 	return l.m.Launch(pass)
 }
 
-// Note records a pass's times in the layer's lattice: the time without telemetry, and the time of the
+// RecordTiming records a pass's times in the layer's lattice: the time without telemetry, and the time of the
 // whole pass.
-func (ls *Layers) Note(c *program.Call, unmeasured, whole time.Duration) {
+func (ls *Layers) RecordTiming(c *program.Call, unmeasured, whole time.Duration) {
 	p := c.Params.(*program.KasminaPass)
 	l := ls.of[p.Layer]
 	seeds := 2 * l.State.Seeds // read and written, in x and y
@@ -147,7 +147,7 @@ func (l *layer) chooseProcessor(err error) error {
 // computeOnHost computes a node of a layer with its op, and copies the result to the arrays out. An input is
 // nil if the op only depends on its order. As in all host computations, gradients are given to the op
 // without the loss scale.
-func (m *Machine) computeOnHost(n *gorgonia.Node, in []*program.Array, out ...*program.Array) error {
+func (m *Runtime) computeOnHost(n *gorgonia.Node, in []*program.Array, out ...*program.Array) error {
 	args := make(opbase.Args, len(in))
 	for i, a := range in {
 		if a == nil {

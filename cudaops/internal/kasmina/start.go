@@ -12,7 +12,7 @@ import (
 // start initializes slots of zeros to an identity start, as [op.Kasmina] does on the CPU. A slot is
 // examined when a seed starts to compute with it.
 func (l *layer) start() error {
-	if l.OfWeights == nil {
+	if l.WeightsInput == nil {
 		return nil
 	}
 
@@ -29,7 +29,7 @@ func (l *layer) start() error {
 		}
 		var err error
 		if scales == nil {
-			scales, err = l.read(l.OfScales, 0, len(used))
+			scales, err = l.read(l.ScalesInput, 0, len(used))
 		}
 		if err == nil && scales[slot] == 0 {
 			err = l.fillSlot(pass.Kind[seed], seed, slot, scales[slot:slot+1])
@@ -45,16 +45,16 @@ func (l *layer) start() error {
 
 // fillSlot initializes a slot with scale 0, unless its weights are already set.
 func (l *layer) fillSlot(kind blueprints.Kind, seed, slot int, scale []float32) error {
-	w, err := l.read(l.OfWeights, slot*l.Width, l.Width)
+	w, err := l.read(l.WeightsInput, slot*l.Width, l.Width)
 	if err != nil {
 		return err
 	}
 	if started, err := l.Op.Start(kind, seed, slot, w, scale); err != nil || !started {
 		return err
 	}
-	return run.InTurn(
-		func() error { return l.write(l.OfWeights, slot*l.Width, w) },
-		func() error { return l.write(l.OfScales, slot, scale) })
+	return run.InOrder(
+		func() error { return l.write(l.WeightsInput, slot*l.Width, w) },
+		func() error { return l.write(l.ScalesInput, slot, scale) })
 }
 
 // read returns n current elements of an input, starting at from. If the input is sent before every run,

@@ -64,8 +64,8 @@ func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array
 // conversions are repeated in every run.
 func (c *compiler) converted(n *gorgonia.Node, t gpu.DType, shape []int,
 	all ...*program.Array) *program.Array {
-	key := program.NewMaking(t, all...)
-	if m, ok := c.Made[key]; ok {
+	key := program.NewConversion(t, all...)
+	if m, ok := c.Conversions[key]; ok {
 		return m.Values.View(0, shape...)
 	}
 
@@ -98,7 +98,7 @@ func (c *compiler) converted(n *gorgonia.Node, t gpu.DType, shape []int,
 		at += a.Len()
 		if kept {
 			inputs[i].Copies = append(inputs[i].Copies,
-				program.Copy{Array: to, Renew: c.cast(n, to, a)})
+				program.Copy{Array: to, Convert: c.cast(n, to, a)})
 			continue
 		}
 		if len(all) > 1 { // another node may need the array by itself
@@ -107,7 +107,7 @@ func (c *compiler) converted(n *gorgonia.Node, t gpu.DType, shape []int,
 		c.Add(c.cast(n, to, a))
 	}
 
-	c.Made[key] = program.Quantized{Values: m}
+	c.Conversions[key] = program.Quantized{Values: m}
 	return m
 }
 

@@ -155,7 +155,7 @@ func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, back *at
 			m.Alpha == 1 && m.Beta == 0
 	})
 
-	if at < 0 || slices.ContainsFunc(c.Calls[at+1:], c.Calls[at].Bound) {
+	if at < 0 || slices.ContainsFunc(c.Calls[at+1:], c.Calls[at].Conflicts) {
 		return
 	}
 

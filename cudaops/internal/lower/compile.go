@@ -79,7 +79,7 @@ func (c *compiler) fail(err error) {
 // necessary; Program.Spent reports how many.
 func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, error) {
 	c := &compiler{o: o, Program: &program.Program{Values: map[*gorgonia.Node]*program.Array{},
-		Caches: map[*gorgonia.Node]program.Cache{}, Made: o.Shared.Borrow()},
+		Caches: map[*gorgonia.Node]program.Cache{}, Conversions: o.Shared.BorrowConversions()},
 		saved: map[gorgonia.Op]any{}, lasting: map[*gorgonia.Node]bool{},
 		users:     map[*gorgonia.Node]gorgonia.Nodes{},
 		inputOf:   map[*program.Buffer]*program.Input{},

@@ -50,9 +50,9 @@ func newQuantized(place func(gpu.DType, ...int) *program.Array, rows,
 }
 
 // float8Of returns the key of a conversion of x to float8, by rows or transposed.
-func float8Of(x *program.Array, turned bool) program.Making {
-	m := program.NewMaking(gpu.Float8E4M3, x)
-	m.Width, m.Stride, m.Turned = x.Shape[1], x.Stride, turned
+func float8Of(x *program.Array, turned bool) program.Conversion {
+	m := program.NewConversion(gpu.Float8E4M3, x)
+	m.Width, m.Stride, m.Transposed = x.Shape[1], x.Stride, turned
 	return m
 }
 
@@ -60,7 +60,7 @@ func float8Of(x *program.Array, turned bool) program.Making {
 // parameters and constants are resident, and updated along with them.
 func (c *compiler) quantize(n *gorgonia.Node, x *program.Array, turned bool) program.Quantized {
 	key := float8Of(x, turned)
-	if q, ok := c.Made[key]; ok {
+	if q, ok := c.Conversions[key]; ok {
 		return q
 	}
 
@@ -81,7 +81,7 @@ func (c *compiler) quantize(n *gorgonia.Node, x *program.Array, turned bool) pro
 			program.Reads(&l.X, x)).Op = "Quantize"
 	}
 
-	c.Made[key] = q
+	c.Conversions[key] = q
 	return q
 }
 
@@ -93,7 +93,7 @@ func (c *compiler) residentFloat8(w *program.Array, of []*program.Input,
 	})
 	if i < 0 {
 		i = len(c.Weights)
-		c.Weights = append(c.Weights, &program.QuantizedWeight{Of: of, Array: w,
+		c.Weights = append(c.Weights, &program.QuantizedWeight{Inputs: of, Array: w,
 			Rows: newQuantized(c.NewResident, w.Shape[0], w.Shape[1])})
 	}
 
@@ -102,8 +102,8 @@ func (c *compiler) residentFloat8(w *program.Array, of []*program.Input,
 		return k.Rows
 	}
 
-	k.Turned = newQuantized(c.NewResident, w.Shape[1], w.Shape[0])
-	return k.Turned
+	k.Transposed = newQuantized(c.NewResident, w.Shape[1], w.Shape[0])
+	return k.Transposed
 }
 
 // wantsFloat8 reports whether n's value is a row operand of a linear layer, a perceptron or the gradient
@@ -136,6 +136,6 @@ func (c *compiler) float8Output(a *program.Array, wanted bool) program.Quantized
 		return program.Quantized{}
 	}
 	q := newQuantized(c.NewArray, a.Shape[0], a.Shape[1])
-	c.Made[float8Of(a, false)] = q
+	c.Conversions[float8Of(a, false)] = q
 	return q
 }

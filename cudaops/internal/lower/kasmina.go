@@ -46,7 +46,7 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 	if w, s := c.inputOf[in[1].Buffer], c.inputOf[in[2].Buffer]; !o.Replaying {
 		l.Forward = true
 		if w != nil && s != nil && w.Array.Type == gpu.Float32 && s.Array.Type == gpu.Float32 {
-			l.OfWeights, l.OfScales = w, s
+			l.WeightsInput, l.ScalesInput = w, s
 		}
 	}
 
@@ -74,7 +74,7 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	// If x is an input, it may lack the alignment.
 	over := !l.State.Wide && l.InPlace() && !x.Resident && x.At%program.VectorBytes == 0
 	if over && c.o.Timed {
-		p.Spare = c.Like(g) // for the run without telemetry, which must not overwrite g
+		p.GradCopy = c.Like(g) // for the run without telemetry, which must not overwrite g
 	}
 
 	b := &p.Backward
@@ -82,9 +82,9 @@ func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 		program.Reads(&b.Scales, scales), program.Reads(&b.G, g), program.Writes(&b.DX, dx),
 		program.Writes(&b.DWeights, dw), program.Writes(&b.DScales, ds),
 		program.Uses(&b.Workspace, c.Workspace(b.WorkspaceBytes(c.o.Device))),
-		program.Reads(&b.State.Ptr, l.Memory), program.Uses(program.NoField, p.Spare))
+		program.Reads(&b.State.Ptr, l.Memory), program.Uses(program.NoField, p.GradCopy))
 	if over {
-		pass.Over = program.Over{From: g, To: dx}
+		pass.InPlace = program.InPlace{From: g, To: dx}
 	}
 
 	return packed(dx, dw, ds)

@@ -158,7 +158,7 @@ func TestLowerTypes(t *testing.T) {
 	weight := p.Inputs[slices.IndexFunc(p.Inputs, func(in *program.Input) bool { return in.Node == w })]
 	require.Len(t, weight.Copies, 1)
 	require.True(t, weight.Copies[0].Resident)
-	require.NotNil(t, weight.Copies[0].Renew, "the call that makes the copy again")
+	require.NotNil(t, weight.Copies[0].Convert, "the call that makes the copy again")
 }
 
 // TestLowerKasmina lowers a Kasmina layer and its gradient. They must become two passes of one layer, and
@@ -183,7 +183,7 @@ func TestLowerKasmina(t *testing.T) {
 	for _, c := range p.Calls {
 		if pass, ok := c.Params.(*program.KasminaPass); ok {
 			require.Same(t, layer, pass.Layer)
-			require.Equal(t, pass.Grad, c.Over.From != nil)
+			require.Equal(t, pass.Grad, c.InPlace.From != nil)
 			passes = append(passes, pass)
 		}
 	}

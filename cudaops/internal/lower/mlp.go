@@ -147,8 +147,8 @@ func lowerSiLUMulGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	return packed(da, db)
 }
 
-// columns copies all columns of the narrower of two matrices to, or from, those of the wider one from
-// an index on.
+// columns copies x to y. One matrix is narrower than the other, and all its columns are copied to or from
+// the columns of the wider matrix that start at from.
 func (c *compiler) columns(n *gorgonia.Node, y, x *program.Array, from int) {
 	width := min(y.Shape[1], x.Shape[1])
 	l := layout.Copy{Dims: []int{y.Shape[0], width}, YStrides: []int{y.Shape[1], 1},

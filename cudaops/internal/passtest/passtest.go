@@ -78,10 +78,10 @@ func New(t testing.TB, g *gorgonia.ExprGraph, o lower.Options) *Rig {
 	place.Arena(p, kept)
 	require.NoError(t, x.Memory.Place(p, "a test"))
 	r.Runner = &run.Runner{Executor: x, Program: p}
-	r.Runner.Scale.Now.Scale = 1
+	r.Runner.Scale.Current.Scale = 1
 	r.Runner.Inputs, err = run.NewInputs(x, p, nil)
 	require.NoError(t, err)
-	x.Host = r.Runner.OnTheHost
+	x.Host = r.Runner.ComputeOnHost
 	return r
 }
 

@@ -10,7 +10,7 @@ import (
 
 // Arena packs all buffers that are not resident into one arena. A buffer occupies its place from the
 // first call that uses it through the last; lasting arrays stay in place until the end of the run. The
-// result of a call may replace an operand that no later call uses (see [program.Over]).
+// result of a call may replace an operand that no later call uses (see [program.InPlace]).
 func Arena(p *program.Program, lasting []*program.Array) {
 	for i, c := range p.Calls {
 		for _, a := range c.Args {
@@ -31,7 +31,7 @@ func Arena(p *program.Program, lasting []*program.Array) {
 	}
 
 	for i, c := range p.Calls {
-		if from, to := c.Over.From, c.Over.To; from != nil && canReplace(c, i) {
+		if from, to := c.InPlace.From, c.InPlace.To; from != nil && canReplace(c, i) {
 			places[from.Buffer].Last = to.Last
 			places[to.Buffer] = places[from.Buffer]
 		}
@@ -54,7 +54,7 @@ func Arena(p *program.Program, lasting []*program.Array) {
 // canReplace reports whether the result of call i should overwrite an operand. The operand must fill a
 // buffer in the arena that no other operand or later call uses.
 func canReplace(c *program.Call, i int) bool {
-	from, to := c.Over.From, c.Over.To
+	from, to := c.InPlace.From, c.InPlace.To
 	readers := 0
 	for _, a := range c.Args {
 		if a.Buffer == from.Buffer {

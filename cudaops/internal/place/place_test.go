@@ -39,7 +39,7 @@ func TestArena(t *testing.T) {
 			written = append(written, a)
 			c := p.Add(&program.Call{Args: append(args, program.Writes(program.NoField, a))})
 			if len(args) > 0 && r.IntN(2) == 0 {
-				c.Over = program.Over{From: args[0].Array, To: a}
+				c.InPlace = program.InPlace{From: args[0].Array, To: a}
 			}
 		}
 		last := written[r.IntN(len(written))]
@@ -49,7 +49,7 @@ func TestArena(t *testing.T) {
 			play(t, p, last)
 		}
 		for _, c := range p.Calls {
-			if o := c.Over; o.From != nil && !o.To.Resident && o.From.Offset == o.To.Offset {
+			if o := c.InPlace; o.From != nil && !o.To.Resident && o.From.Offset == o.To.Offset {
 				over++
 			}
 		}

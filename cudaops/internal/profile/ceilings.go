@@ -26,7 +26,7 @@ const (
 const ceilingVariants = 12
 
 // Ceilings measures the card's arithmetic speed and memory bandwidth.
-func (m *Machine) Ceilings() (optime.Ceiling, error) {
+func (m *Target) Ceilings() (optime.Ceiling, error) {
 	var p optime.Profile
 	err := m.measureCeilings(&p)
 	c := optime.Ceiling{Product: p.Product, Copy: p.Copy, Type: p.Type}
@@ -38,7 +38,7 @@ func (m *Machine) Ceilings() (optime.Ceiling, error) {
 
 // card is a card being measured.
 type card struct {
-	*Machine
+	*Target
 	memory run.Memory
 	bytes  int     // size of the copy in bytes
 	from   gpu.Ptr // source of the copy, followed by its destination and cuBLASLt's workspace
@@ -47,8 +47,8 @@ type card struct {
 // measureCeilings sets the profile's ceilings to the best results of several copies and product
 // variants. If memory is short, it measures smaller copies and products, down to a sixteenth of the
 // usual size. Below that it warns and measures nothing.
-func (m *Machine) measureCeilings(r *optime.Profile) (err error) {
-	c := &card{Machine: m, memory: run.Memory{Ctx: m.Ctx}, bytes: cmp.Or(m.Copy, ceilingBytes)}
+func (m *Target) measureCeilings(r *optime.Profile) (err error) {
+	c := &card{Target: m, memory: run.Memory{Ctx: m.Ctx}, bytes: cmp.Or(m.Copy, ceilingBytes)}
 	defer func() { err = errors.Join(err, m.Ctx.SyncStream(m.Stream), c.memory.Close()) }()
 	for least := c.bytes / 16; ; c.bytes /= 2 {
 		if c.from, err = c.memory.Alloc(2*c.bytes+run.WorkspaceBytes, "copies"); err == nil {

@@ -59,7 +59,7 @@ type task struct {
 }
 
 // NewMonitor returns a monitor that times one run out of every runs.
-func NewMonitor(m *Machine, every int) *Monitor {
+func NewMonitor(m *Target, every int) *Monitor {
 	o := &Monitor{marks: m.marks(), minEvery: every, Every: every, runs: every - 2,
 		cost: math.Inf(1), tasks: make([]task, len(m.Program.Calls)+1)}
 	for i, c := range m.Program.Calls {
@@ -85,7 +85,7 @@ func (o *Monitor) Sampling() bool { return len(o.timed) > 1 }
 // still loads kernels, is not measured.
 func (o *Monitor) Run(w run.Work) error {
 	replay := w.Replay
-	if !o.Now.Loaded {
+	if !o.Current.Loaded {
 		return replay()
 	}
 
@@ -137,12 +137,12 @@ func (o *Monitor) sample(timed []interval) error {
 		return enqueue()
 	}
 
-	if o.Now.Monitored == 0 {
+	if o.Current.Monitored == 0 {
 		// Load the modules before the capture. The launches may overwrite results, since no result is
 		// needed between runs.
 		for _, t := range timed {
 			if t.untelemetered != 0 {
-				o.try(func() error { return o.Layers.Unmeasured(t.task.call) })
+				o.try(func() error { return o.Layers.RunWithoutTelemetry(t.task.call) })
 			}
 		}
 		if err := o.takeErr(); err != nil {
@@ -150,7 +150,7 @@ func (o *Monitor) sample(timed []interval) error {
 		}
 	}
 
-	return o.Repeat(&o.Now.Monitored, enqueue)
+	return o.Repeat(&o.Current.Monitored, enqueue)
 }
 
 // enqueue enqueues calls with marks between them. The extra pass without telemetry runs twice, because
@@ -159,7 +159,7 @@ func (o *Monitor) enqueue(timed []interval) error {
 	for i, t := range timed {
 		c := t.task.call
 		if t.untelemetered != 0 {
-			unmeasured := func() error { return o.Layers.Unmeasured(c) }
+			unmeasured := func() error { return o.Layers.RunWithoutTelemetry(c) }
 			o.try(func() error { return o.Layers.Save(c) })
 			o.try(unmeasured)
 			o.mark(t.untelemetered)
@@ -215,7 +215,7 @@ func (o *Monitor) collect() error {
 			o.Every = max(o.minEvery, int(o.cost/monitorShare))
 		}
 		if t.untelemetered != 0 {
-			o.Layers.Note(t.task.call, ahead[i], took[i])
+			o.Layers.RecordTiming(t.task.call, ahead[i], took[i])
 		}
 	}
 
@@ -287,8 +287,8 @@ func (o *Monitor) Times(updateBytes float64) ([]optime.OpTime, error) {
 	return optime.Gather(times), nil
 }
 
-// Machine is the machine being measured.
-type Machine struct {
+// Target is the machine being measured.
+type Target struct {
 	*run.Runner
 	Layers   *kasmina.Layers
 	Warn     func(message string)
@@ -300,14 +300,14 @@ type Machine struct {
 // marks manages timing events on the stream. After an error, all methods do nothing until failed
 // returns the error.
 type marks struct {
-	*Machine
+	*Target
 	memory run.Memory
 	all    []gpu.Event
 	used   int // number of events in use
 	err    error
 }
 
-func (m *Machine) marks() marks { return marks{Machine: m, memory: run.Memory{Ctx: m.Ctx}} }
+func (m *Target) marks() marks { return marks{Target: m, memory: run.Memory{Ctx: m.Ctx}} }
 
 // takeErr returns the first error and clears it.
 func (m *marks) takeErr() error {

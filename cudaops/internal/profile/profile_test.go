@@ -15,14 +15,14 @@ import (
 )
 
 // newMachine returns a machine that computes tanh(x) and its square.
-func newMachine(t *testing.T) (*passtest.Rig, *profile.Machine) {
+func newMachine(t *testing.T) (*passtest.Rig, *profile.Target) {
 	t.Helper()
 	g := gorgonia.NewGraph()
 	gorgonia.Must(gorgonia.Square(gorgonia.Must(gorgonia.Tanh(passtest.Node(g, "x", 3, 4)))))
 	r := passtest.New(t, g, lower.Options{})
-	m := &profile.Machine{Runner: r.Runner, Warn: func(string) {}, Copy: 1 << 14}
+	m := &profile.Target{Runner: r.Runner, Warn: func(string) {}, Copy: 1 << 14}
 	var err error
-	m.Layers, err = kasmina.New(&kasmina.Machine{Runner: r.Runner})
+	m.Layers, err = kasmina.New(&kasmina.Runtime{Runner: r.Runner})
 	require.NoError(t, err)
 	return r, m
 }

@@ -36,7 +36,7 @@ const plainSteps, markedSteps = 7, 4
 const Steps = 1 + plainSteps + markedSteps
 
 // NewProfiler returns a profiler for the steps that follow.
-func NewProfiler(m *Machine) *Profiler {
+func NewProfiler(m *Target) *Profiler {
 	return &Profiler{marks: m.marks(), pieces: map[pieceKey]*markedPiece{}}
 }
 
@@ -165,7 +165,7 @@ func (p *Profiler) enqueuePiece(w run.Work) error {
 		return p.takeErr()
 	}
 
-	key := pieceKey{p.Now, w.Optimizer, len(p.whole)}
+	key := pieceKey{p.Current, w.Optimizer, len(p.whole)}
 	piece := p.pieces[key]
 	if piece == nil || piece.graph == 0 {
 		piece = &markedPiece{}

@@ -19,10 +19,10 @@ type Call struct {
 	Params any
 	Args   []Arg
 
-	FLOPs  float64        // floating-point operations in matrix products
-	Float8 bool           // the FLOPs are float8 operations
-	Choice *optime.Choice // how the variant was chosen; nil if there was only one
-	Over   Over
+	FLOPs   float64        // floating-point operations in matrix products
+	Float8  bool           // the FLOPs are float8 operations
+	Choice  *optime.Choice // how the variant was chosen; nil if there was only one
+	InPlace InPlace
 
 	value func() any // returns a copy of *Params; nil for calls returned by Prepared
 }
@@ -50,9 +50,9 @@ func Prepared(launch any, args ...Arg) *Call {
 	})}
 }
 
-// Over names a result that may be written over an operand, provided that no later call needs the operand.
+// InPlace names a result that may be written over an operand, provided that no later call needs the operand.
 // From is nil if the call does not support this.
-type Over struct{ From, To *Array }
+type InPlace struct{ From, To *Array }
 
 // Arg is an operand of a call: an array, how the call uses it, and the field of the launch that receives
 // its address.
@@ -143,8 +143,8 @@ func (c *Call) Operand(field *gpu.Ptr) *Arg {
 	return nil
 }
 
-// Bound reports whether c and d must keep their order because one writes to a buffer that the other uses.
-func (c *Call) Bound(d *Call) bool {
+// Conflicts reports whether c and d must keep their order because one writes to a buffer that the other uses.
+func (c *Call) Conflicts(d *Call) bool {
 	writes := func(c, d *Call) bool {
 		return slices.ContainsFunc(c.Args, func(a Arg) bool {
 			return a.Role != Read && d.Touches(a.Buffer)

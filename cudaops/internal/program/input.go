@@ -37,11 +37,11 @@ type Part struct {
 }
 
 // Copy is a parameter in another type, with the call that converts the parameter to it. If the input is
-// sharded, its first copy has no such call (Renew is nil), and the remaining copies are converted from
+// sharded, its first copy has no such call (Convert is nil), and the remaining copies are converted from
 // the first.
 type Copy struct {
 	*Array
-	Renew *Call
+	Convert *Call
 }
 
 // IDRange is a constraint that an op places on an input of ids or, if Seq is not 0, on an input of
@@ -81,24 +81,24 @@ type Quantized struct{ Values, Scales *Array }
 // QuantizedWeight is a matrix of parameters and constants that is quantized to float8, both by rows and,
 // if any call needs it, transposed. It is quantized again whenever one of its inputs changes.
 type QuantizedWeight struct {
-	Of           []*Input
-	Array        *Array
-	Rows, Turned Quantized
+	Inputs           []*Input
+	Array            *Array
+	Rows, Transposed Quantized
 }
 
-// Made maps each conversion in a program to its result, so that no array is converted twice. Results that
+// Conversions maps each conversion in a program to its result, so that no array is converted twice. Results that
 // derive only from parameters and constants are resident, and programs that borrow these parameters share
 // the results.
-type Made map[Making]Quantized
+type Conversions map[Conversion]Quantized
 
-// Making identifies a conversion: one array converted to another type, or up to three arrays stacked
+// Conversion identifies a conversion: one array converted to another type, or up to three arrays stacked
 // vertically. A float8 conversion also depends on the row layout of the matrix and on whether the result
 // is transposed.
-type Making struct {
-	Of            [3]Extent
+type Conversion struct {
+	Sources       [3]Extent
 	To            gpu.DType
 	Width, Stride int
-	Turned        bool
+	Transposed    bool
 }
 
 // Extent is a range of a buffer occupied by an array.
@@ -107,23 +107,23 @@ type Extent struct {
 	At, Len int
 }
 
-// NewMaking returns the key of a conversion of arrays to a type.
-func NewMaking(to gpu.DType, of ...*Array) (m Making) {
+// NewConversion returns the key of a conversion of arrays to a type.
+func NewConversion(to gpu.DType, of ...*Array) (m Conversion) {
 	m.To = to
 	for i, a := range of {
-		m.Of[i] = Extent{a.Buffer, a.At, a.Len()}
+		m.Sources[i] = Extent{a.Buffer, a.At, a.Len()}
 	}
 	return m
 }
 
-// Borrow returns the resident conversions, which another program may share. The conversions of a nil
+// BorrowConversions returns the resident conversions, which another program may share. The conversions of a nil
 // program are an empty map.
-func (p *Program) Borrow() Made {
-	m := Made{}
+func (p *Program) BorrowConversions() Conversions {
+	m := Conversions{}
 	if p != nil {
-		maps.Copy(m, p.Made)
+		maps.Copy(m, p.Conversions)
 	}
-	maps.DeleteFunc(m, func(_ Making, q Quantized) bool { return !q.Values.Resident })
+	maps.DeleteFunc(m, func(_ Conversion, q Quantized) bool { return !q.Values.Resident })
 	return m
 }
 

@@ -18,7 +18,7 @@ type KasminaLayer struct {
 	// Inputs that hold the blueprints' weights and scales. When a seed starts to use a slot that is still
 	// zero, the slot is initialized to an identity start. Both are nil if weights and scales are not
 	// inputs of the graph.
-	OfWeights, OfScales *Input
+	WeightsInput, ScalesInput *Input
 }
 
 // Clips reports whether the backward pass clips gradients.
@@ -40,7 +40,7 @@ type KasminaPass struct {
 	Forward  kasmina.Forward
 	Backward kasmina.Backward
 
-	Spare *Array // copy of the gradient that an in-place backward pass overwrites, used by runs that only measure time
+	GradCopy *Array // copy of the gradient that an in-place backward pass overwrites, used by runs that only measure time
 }
 
 // HostOp is the Params of a call that the host computes using the node's own op. Its operands are copied
@@ -65,7 +65,7 @@ const (
 	KasminaWords    = KasminaBins + kasmina.Bins
 )
 
-// Place returns the offset, in words, of one of the layer's arrays within the report of all layers.
-func (l *KasminaLayer) Place(word int) int {
+// ReportOffset returns the offset, in words, of one of the layer's arrays within the report of all layers.
+func (l *KasminaLayer) ReportOffset(word int) int {
 	return KasminaWords*l.First + word*l.State.Seeds
 }

@@ -15,15 +15,15 @@ import (
 // Program is a graph lowered to a list of calls, together with all data that stays on the device between
 // runs.
 type Program struct {
-	Calls    []*Call
-	Buffers  []*Buffer
-	Values   map[*gorgonia.Node]*Array
-	Inputs   []*Input
-	Borrowed []*Input                  // parameters owned by another program
-	Sums     map[*gorgonia.Node]*Array // accumulated gradients of parameters, if runs accumulate
-	Weights  []*QuantizedWeight
-	Caches   map[*gorgonia.Node]Cache // key-value caches of incremental attention ops
-	Made     Made
+	Calls       []*Call
+	Buffers     []*Buffer
+	Values      map[*gorgonia.Node]*Array
+	Inputs      []*Input
+	Borrowed    []*Input                  // parameters owned by another program
+	Sums        map[*gorgonia.Node]*Array // accumulated gradients of parameters, if runs accumulate
+	Weights     []*QuantizedWeight
+	Caches      map[*gorgonia.Node]Cache // key-value caches of incremental attention ops
+	Conversions Conversions
 
 	// loss-scale state laid out as optimizer.LossScale, so that its first number is the scale; nil
 	// without loss scaling

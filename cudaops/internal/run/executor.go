@@ -94,8 +94,8 @@ func (x *Executor) Calls(calls []*program.Call) error {
 	return nil
 }
 
-// InTurn calls functions in order until one fails, and returns its error.
-func InTurn(calls ...func() error) error {
+// InOrder calls functions in order until one fails, and returns its error.
+func InOrder(calls ...func() error) error {
 	for _, call := range calls {
 		if err := call(); err != nil {
 			return err

@@ -65,9 +65,9 @@ func (r *Runner) Carried(n *gorgonia.Node) float32 {
 	return 1
 }
 
-// OnTheHost computes a node with its op's Do method, copying the operands from the device and the result
+// ComputeOnHost computes a node with its op's Do method, copying the operands from the device and the result
 // back to it.
-func (r *Runner) OnTheHost(p program.HostOp) error {
+func (r *Runner) ComputeOnHost(p program.HostOp) error {
 	values := make([]gorgonia.Value, len(p.In))
 	for i, a := range p.In {
 		v, err := r.HostOperand(p.Node, i, a)

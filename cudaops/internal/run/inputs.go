@@ -18,11 +18,11 @@ import (
 // date.
 type Inputs struct {
 	*Executor
-	Laid    bool // parameters are contiguous in memory
-	of      *program.Program
-	read    Reader
-	staging map[*program.Input][]byte // pinned buffers for values sent before every run
-	table   *quantize.Table           // float8 weights; nil if there are none
+	Contiguous bool // parameters are contiguous in memory
+	of         *program.Program
+	read       Reader
+	staging    map[*program.Input][]byte // pinned buffers for values sent before every run
+	table      *quantize.Table           // float8 weights; nil if there are none
 }
 
 // NewInputs allocates pinned memory for the inputs of a program. The reader supplies the frozen inputs
@@ -42,8 +42,8 @@ func NewInputs(x *Executor, p *program.Program, read Reader) (*Inputs, error) {
 	return s, nil
 }
 
-// Of returns the input that corresponds to node n, or nil.
-func (s *Inputs) Of(n *gorgonia.Node) *program.Input {
+// Find returns the input that corresponds to node n, or nil.
+func (s *Inputs) Find(n *gorgonia.Node) *program.Input {
 	if i := slices.IndexFunc(s.of.Inputs, func(in *program.Input) bool { return in.Node == n }); i >= 0 {
 		return s.of.Inputs[i]
 	}
@@ -172,10 +172,10 @@ func (s *Inputs) CheckIDs(in *program.Input) error {
 // Refresh updates the copies of an input in other types.
 func (s *Inputs) Refresh(in *program.Input) error {
 	for _, c := range in.Copies {
-		if c.Renew == nil {
+		if c.Convert == nil {
 			continue
 		}
-		if err := s.Call(c.Renew); err != nil {
+		if err := s.Call(c.Convert); err != nil {
 			return err
 		}
 	}
@@ -187,7 +187,7 @@ func (s *Inputs) Refresh(in *program.Input) error {
 // little longer than a pass over a few.
 func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 	if !slices.ContainsFunc(s.of.Weights, func(w *program.QuantizedWeight) bool {
-		return slices.ContainsFunc(w.Of, changed)
+		return slices.ContainsFunc(w.Inputs, changed)
 	}) {
 		return nil
 	}
@@ -197,8 +197,8 @@ func (s *Inputs) Quantize(changed func(*program.Input) bool) error {
 		k := quantize.Weight{X: w.Array.Ptr(), Rows: int32(w.Array.Shape[0]),
 			D: int32(w.Array.Shape[1])}
 		k.Y, k.Scale = w.Rows.Values.Ptr(), w.Rows.Scales.Ptr()
-		if w.Turned.Values != nil {
-			k.Turned, k.TurnedScale = w.Turned.Values.Ptr(), w.Turned.Scales.Ptr()
+		if w.Transposed.Values != nil {
+			k.Turned, k.TurnedScale = w.Transposed.Values.Ptr(), w.Transposed.Scales.Ptr()
 		}
 		all = append(all, k)
 	}

@@ -45,7 +45,7 @@ func (m *Memory) For(what string) func(bytes int) (gpu.Ptr, error) {
 func (m *Memory) Free(p gpu.Ptr) error {
 	if k := m.Kept; k != nil && k.taken[p] {
 		delete(k.taken, p)
-		m.Leave(k, p)
+		m.HandOver(k, p)
 		return nil
 	}
 	delete(m.owned, p)
@@ -147,9 +147,9 @@ func (m *Memory) Place(p *program.Program, what string) error {
 // The next machine takes over allocations or copies them. Close releases allocations that were not taken.
 type Kept struct {
 	Memory
-	Params map[string]*KeptParam // by name; empty after Close
-	Left   map[string]bool       // names of parameters that a taker has since handed over to another Kept
-	taken  map[gpu.Ptr]bool      // allocations that return here if their taker is closed first
+	Params     map[string]*KeptParam // by name; empty after Close
+	HandedOver map[string]bool       // names of parameters that a taker has since handed over to another Kept
+	taken      map[gpu.Ptr]bool      // allocations that return here if their taker is closed first
 }
 
 // KeptParam is a float32 parameter in a Kept.
@@ -172,8 +172,8 @@ func (k *Kept) Close() error {
 	return k.Memory.Close()
 }
 
-// Leave transfers ownership of the allocation that starts at p to k.
-func (m *Memory) Leave(k *Kept, p gpu.Ptr) {
+// HandOver transfers ownership of the allocation that starts at p to k.
+func (m *Memory) HandOver(k *Kept, p gpu.Ptr) {
 	if n := m.owned[p]; n > 0 {
 		k.own(p, n)
 		delete(m.owned, p)
@@ -184,7 +184,7 @@ func (m *Memory) Leave(k *Kept, p gpu.Ptr) {
 		maps.DeleteFunc(from.Params, func(name string, q *KeptParam) bool {
 			left := q.Value == p || slices.Contains(slices.Collect(maps.Values(q.Moments)), p)
 			if left {
-				from.Left[name] = true
+				from.HandedOver[name] = true
 			}
 			return left
 		})

@@ -82,5 +82,5 @@ func OwnProduct(m gpu.MatmulSpec) gemm.Product {
 		Type: m.D}
 }
 
-// ForgetPlans discards all plans, so that the executor can serve another program.
-func (x *Executor) ForgetPlans() { clear(x.plans) }
+// ClearPlans discards all plans, so that the executor can serve another program.
+func (x *Executor) ClearPlans() { clear(x.plans) }

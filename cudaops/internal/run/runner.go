@@ -19,20 +19,20 @@ type Attendant interface {
 	OnHost() bool
 }
 
-// Beside is work on a second stream that overlaps the calls of a run, such as an exchange with other
+// Overlap is work on a second stream that overlaps the calls of a run, such as an exchange with other
 // GPUs.
-type Beside interface {
-	// Due returns the kind of work that overlaps the current run; each kind is captured separately. If
+type Overlap interface {
+	// NextMode returns the kind of work that overlaps the current run; each kind is captured separately. If
 	// captured is false, the run is enqueued call by call instead.
-	Due() (kind byte, captured bool)
-	// Along enqueues the calls of a run together with the overlapping work.
-	Along(calls []*program.Call) error
+	NextMode() (kind byte, captured bool)
+	// EnqueueCalls enqueues the calls of a run together with the overlapping work.
+	EnqueueCalls(calls []*program.Call) error
 	Done() // called after the run, or its captured graph, has been enqueued
 }
 
 // Scale is the loss scale of a machine.
 type Scale struct {
-	Now optimizer.LossScale // current state, as on the device
+	Current optimizer.LossScale // current state, as on the device
 	// scale of the last run's gradients; 0 if they were discarded
 	Carried float32
 }
@@ -44,12 +44,12 @@ type Runner struct {
 	Program   *program.Program
 	Inputs    *Inputs
 	Attendant Attendant
-	Beside    Beside // nil if nothing overlaps the runs
+	Overlap   Overlap // nil if nothing overlaps the runs
 	State     State
 	Scale     Scale
 
 	Recorded Recordings[string] // by mode
-	Now      *Recording         // recording of the current or last run
+	Current  *Recording         // recording of the current or last run
 }
 
 // Recording is a captured graph shared by runs, or updates, that do the same work.
@@ -62,8 +62,8 @@ type Recording struct {
 // Recordings maps kinds of work to their recordings.
 type Recordings[K comparable] map[K]*Recording
 
-// Of returns the recording of a kind, adding an empty one if necessary.
-func (all *Recordings[K]) Of(kind K) *Recording {
+// Get returns the recording of a kind, adding an empty one if necessary.
+func (all *Recordings[K]) Get(kind K) *Recording {
 	if *all == nil {
 		*all = Recordings[K]{}
 	}
@@ -90,10 +90,10 @@ const maxRecordings = 16
 // Compute enqueues a run through an observer. optimizer is the machine's optimizer, or nil.
 func (r *Runner) Compute(o Observer, optimizer any) error {
 	defer r.State.On(Run) // even on failure: part of the run may have been enqueued
-	r.Scale.Carried = r.Scale.Now.Scale
+	r.Scale.Carried = r.Scale.Current.Scale
 	mode, captured := r.Attendant.AppendMode(nil), !r.OnHost()
-	if r.Beside != nil {
-		kind, can := r.Beside.Due()
+	if r.Overlap != nil {
+		kind, can := r.Overlap.NextMode()
 		mode, captured = append(mode, kind), captured && can
 	}
 
@@ -103,18 +103,18 @@ func (r *Runner) Compute(o Observer, optimizer any) error {
 		}
 	}
 
-	r.Now = r.Recorded.Of(string(mode))
+	r.Current = r.Recorded.Get(string(mode))
 
 	return o.Run(Work{
 		Replay: func() error {
-			err := r.Replay(r.Now, captured, r.Enqueue)
-			if err == nil && r.Beside != nil {
-				r.Beside.Done()
+			err := r.Replay(r.Current, captured, r.Enqueue)
+			if err == nil && r.Overlap != nil {
+				r.Overlap.Done()
 			}
 			return err
 		},
 		Plain:     r.Enqueue,
-		Captured:  r.Now.Loaded && captured,
+		Captured:  r.Current.Loaded && captured,
 		Optimizer: optimizer,
 	})
 }
@@ -151,8 +151,8 @@ func (r *Runner) Repeat(g *gpu.Graph, enqueue func() error) (err error) {
 
 // Enqueue enqueues all calls of the program.
 func (r *Runner) Enqueue() error {
-	if r.Beside != nil {
-		return r.Beside.Along(r.Program.Calls)
+	if r.Overlap != nil {
+		return r.Overlap.EnqueueCalls(r.Program.Calls)
 	}
 	return r.Calls(r.Program.Calls)
 }
@@ -181,6 +181,6 @@ func (r *Runner) capture(enqueue func() error) (gpu.Graph, error) {
 // DropCaptures waits for the stream and discards all captured graphs. Call it when later runs will differ
 // from them.
 func (r *Runner) DropCaptures() error {
-	r.Now = nil
+	r.Current = nil
 	return Joined(r.Ctx.SyncStream(r.Stream), r.Recorded.Drop(r.Ctx))
 }

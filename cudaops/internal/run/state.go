@@ -14,7 +14,7 @@ type Phase uint8
 const (
 	Fresh    Phase = iota // nothing has run
 	Enqueued              // a run has been at least partly enqueued
-	Looked                // the sums of squares belong to the current gradients
+	Normed                // the sums of squares belong to the current gradients
 	Closed
 )
 
@@ -23,18 +23,18 @@ type Event uint8
 
 // The events.
 const (
-	Run   Event = iota // a run was enqueued, possibly only in part because of an error
-	Look               // the sums of squares of the gradients were computed
-	Begin              // a run is about to change the gradients
+	Run         Event = iota // a run was enqueued, possibly only in part because of an error
+	ComputeNorm              // the sums of squares of the gradients were computed
+	Begin                    // a run is about to change the gradients
 	Close
 )
 
 // transitions maps each event to the phases that it changes. Any other phase remains as it is.
 var transitions = map[Event]map[Phase]Phase{
-	Run:   {Fresh: Enqueued, Looked: Enqueued},
-	Look:  {Enqueued: Looked},
-	Begin: {Looked: Enqueued},
-	Close: {Fresh: Closed, Enqueued: Closed, Looked: Closed},
+	Run:         {Fresh: Enqueued, Normed: Enqueued},
+	ComputeNorm: {Enqueued: Normed},
+	Begin:       {Normed: Enqueued},
+	Close:       {Fresh: Closed, Enqueued: Closed, Normed: Closed},
 }
 
 // On applies an event to the state.
@@ -50,8 +50,8 @@ func (s *State) Closed() bool { return s.phase == Closed }
 // Ran reports whether a run has started, even if it failed.
 func (s *State) Ran() bool { return s.phase != Fresh && s.phase != Closed }
 
-// Looked reports whether the sums of squares belong to the current gradients.
-func (s *State) Looked() bool { return s.phase == Looked }
+// Normed reports whether the sums of squares belong to the current gradients.
+func (s *State) Normed() bool { return s.phase == Normed }
 
 // Capturing reports whether work is being captured rather than executed.
 func (s *State) Capturing() bool { return s.capturing }

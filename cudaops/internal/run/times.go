@@ -23,7 +23,7 @@ func Times(ctx gpu.Context, s gpu.Stream, n int, before, work func(i int) error)
 	}
 
 	for i := range n {
-		if err := InTurn(func() error { return before(i) },
+		if err := InOrder(func() error { return before(i) },
 			func() error { return ctx.Record(marks[2*i], s) },
 			func() error { return work(i) },
 			func() error { return ctx.Record(marks[2*i+1], s) }); err != nil {

@@ -27,7 +27,7 @@ func TestPutOff(t *testing.T) {
 	add("norm", nil, program.Updates(program.NoField, dx))
 	add("last dw", &program.Matmul{}, w(array()), r(dx), r(x))
 	add("embedding", nil, w(table), r(dx))
-	PutOff(p, 2)
+	DeferProducts(p, 2)
 	var order []string
 	for _, c := range p.Calls {
 		order = append(order, c.Op)

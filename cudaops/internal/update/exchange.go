@@ -143,8 +143,8 @@ func (s *share) checkRound(contributors int, first bool) error {
 	return nil
 }
 
-// Due implements run.Beside.
-func (x *Optimizer) Due() (kind byte, captured bool) {
+// NextMode implements run.Overlap.
+func (x *Optimizer) NextMode() (kind byte, captured bool) {
 	switch r := x.share.expected; {
 	case r.contributors == 0:
 		return 0, true
@@ -154,12 +154,12 @@ func (x *Optimizer) Due() (kind byte, captured bool) {
 	return 'g', !x.uncaptured
 }
 
-// Along enqueues the calls of a run. Before a call that is the first to read certain parameters, it
+// EnqueueCalls enqueues the calls of a run. Before a call that is the first to read certain parameters, it
 // waits for these parameters.
 //
 // If gradients are sent during the run, each bucket is sent as soon as its gradients are complete, and
 // the machine's stream finally waits for the exchange.
-func (x *Optimizer) Along(calls []*program.Call) error {
+func (x *Optimizer) EnqueueCalls(calls []*program.Call) error {
 	s, ctx := x.share, x.m.Ctx
 	var left []*bucket
 	if s.expected.contributors > 0 {
@@ -167,12 +167,12 @@ func (x *Optimizer) Along(calls []*program.Call) error {
 	}
 
 	for i, c := range calls {
-		if err := run.InTurn(func() error { return x.awaitLoads(i) },
+		if err := run.InOrder(func() error { return x.awaitLoads(i) },
 			func() error { return x.m.Call(c) }); err != nil {
 			return err
 		}
 		for ; len(left) > 0 && left[0].last <= i; left = left[1:] {
-			if err := run.InTurn(x.fork, func() error {
+			if err := run.InOrder(x.fork, func() error {
 				return x.send(left[0], s.expected, &s.side)
 			}); err != nil {
 				return err
@@ -184,14 +184,14 @@ func (x *Optimizer) Along(calls []*program.Call) error {
 		return nil
 	}
 
-	return run.InTurn(func() error { return ctx.Record(s.joined, s.side.Stream) },
+	return run.InOrder(func() error { return ctx.Record(s.joined, s.side.Stream) },
 		func() error { return ctx.WaitEvent(x.m.Stream, s.joined) })
 }
 
 // fork makes the exchange stream wait for the work enqueued so far on the machine's stream.
 func (x *Optimizer) fork() error {
 	s, ctx := x.share, x.m.Ctx
-	return run.InTurn(func() error { return ctx.Record(s.forked, x.m.Stream) },
+	return run.InOrder(func() error { return ctx.Record(s.forked, x.m.Stream) },
 		func() error { return ctx.WaitEvent(s.side.Stream, s.forked) })
 }
 
@@ -220,7 +220,7 @@ func (x *Optimizer) Contribute(contributors int, first bool) error {
 	}
 
 	k := round{contributors, first}
-	return x.m.Replay(s.rounds.Of(k), !x.uncaptured, func() error {
+	return x.m.Replay(s.rounds.Get(k), !x.uncaptured, func() error {
 		for _, b := range s.buckets {
 			if err := x.send(b, k, x.m.Executor); err != nil {
 				return err

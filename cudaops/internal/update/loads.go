@@ -68,7 +68,7 @@ func (x *Optimizer) firstTouch(a *program.Array) int {
 
 // makeContiguous moves the arrays that come from other ranks to consecutive memory.
 func (x *Optimizer) makeContiguous() error {
-	if x.m.Inputs.Laid {
+	if x.m.Inputs.Contiguous {
 		return nil
 	}
 
@@ -94,10 +94,10 @@ func (x *Optimizer) makeContiguous() error {
 		return err
 	}
 
-	x.m.Inputs.Laid = true
+	x.m.Inputs.Contiguous = true
 	for _, b := range buffers {
 		at := room.Take(b.Bytes)
-		if err := run.InTurn(
+		if err := run.InOrder(
 			func() error { return x.m.Ctx.CopyOnDevice(at, b.Base, b.Bytes, x.m.Stream) },
 			func() error { return x.m.Ctx.SyncStream(x.m.Stream) },
 			func() error { return x.m.Memory.Free(b.Base) }); err != nil {

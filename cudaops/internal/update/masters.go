@@ -27,7 +27,7 @@ func (x *Optimizer) sendsCopy(p *Param) bool {
 		in.Copies[0].At%program.VectorBytes == 0 && in.Sharers == 0 &&
 		x.m.Memory.Owns(in.Array.Base) && x.firstTouch(in.Array) == len(x.m.Program.Calls) &&
 		!slices.ContainsFunc(x.m.Program.Kasmina, func(l *program.KasminaLayer) bool {
-			return l.OfWeights == in || l.OfScales == in
+			return l.WeightsInput == in || l.ScalesInput == in
 		})
 }
 
@@ -66,10 +66,10 @@ func (x *Optimizer) shardParam(in *program.Input, from, to int) error {
 	}
 
 	whole, first := in.Array.Base, in.Copies[0].Array
-	in.Part, in.Array.Base, in.Copies[0].Renew = part, 0, nil
+	in.Part, in.Array.Base, in.Copies[0].Convert = part, 0, nil
 	for i, c := range in.Copies[1:] {
 		l := elementwise.Cast{YType: c.Type, XType: first.Type, N: first.Len()}
-		in.Copies[i+1].Renew = named(program.NewCall(&l, program.Writes(&l.Y, c.Array),
+		in.Copies[i+1].Convert = named(program.NewCall(&l, program.Writes(&l.Y, c.Array),
 			program.Reads(&l.X, first)))
 	}
 
@@ -95,7 +95,7 @@ func (x *Optimizer) planCopies(p *Param, t *optimizer.Tensor) {
 		case x.share == nil && t.Copy == 0 && c.At%program.VectorBytes == 0:
 			t.Copy, t.CopyType = c.Ptr(), c.Type // written along with the parameter
 		default:
-			x.copyUpdates = append(x.copyUpdates, c.Renew)
+			x.copyUpdates = append(x.copyUpdates, c.Convert)
 		}
 	}
 }
@@ -167,7 +167,7 @@ func (x *Optimizer) gather(param int, own gpu.Ptr, host func(part) []byte) error
 		if r == s.group.Rank() {
 			at = own
 		}
-		err := run.InTurn(
+		err := run.InOrder(
 			func() error {
 				return s.group.Broadcast(ptr(at), len(to), comm.Uint8, r, comm.Stream(stream))
 			},

@@ -107,7 +107,7 @@ func (x *Optimizer) divide(r *Ranks) error {
 		x.divideBucket(b)
 	}
 
-	return run.InTurn(x.allocateExchange, x.openExchange, x.shardParams, x.planLoads)
+	return run.InOrder(x.allocateExchange, x.openExchange, x.shardParams, x.planLoads)
 }
 
 // pack is a set of parameters that travel together.
@@ -308,7 +308,7 @@ func (x *Optimizer) tensorOf(i int) optimizer.Tensor {
 	t := optimizer.Tensor{Param: in.Array.Ptr().Offset(4 * own.from), Grad: p.Grad.Ptr(),
 		GradType: p.Grad.Type, Size: own.len(),
 		LRScale: r.LRScale, ShapeScale: r.ShapeScale, Decay: r.Decay, Beta1: r.Beta1,
-		Beta2: r.Beta2, Step: p.Step, Apart: p.Apart}
+		Beta2: r.Beta2, Step: p.Step, Apart: p.ClipSeparately}
 
 	if in.Part != nil {
 		t.Param = in.Part.Ptr()

@@ -23,8 +23,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Machine is the part of a machine that an optimizer needs to update its parameters.
-type Machine struct {
+// Runtime is the part of a machine that an optimizer needs to update its parameters.
+type Runtime struct {
 	*run.Runner
 	Chooser    *choose.Chooser
 	Activation gpu.DType // type of activations
@@ -35,12 +35,12 @@ type Machine struct {
 
 // Param is a parameter and its optimizer state on the device.
 type Param struct {
-	Input   *program.Input
-	Grad    *program.Array
-	Rule    optim.Rule
-	Moments []*program.Array // in the order of the kernel's moments
-	Step    int64            // updates before the first on this device
-	Apart   bool             // the gradient is clipped together with other Apart gradients only
+	Input          *program.Input
+	Grad           *program.Array
+	Rule           optim.Rule
+	Moments        []*program.Array // in the order of the kernel's moments
+	Step           int64            // updates before the first on this device
+	ClipSeparately bool             // the gradient is clipped together with other gradients with this setting only
 }
 
 // Optimizer updates a machine's parameters on the device.
@@ -52,7 +52,7 @@ type Optimizer struct {
 	// Abandoned reports whether an update was started but not waited for, so that Steps is unknown.
 	Abandoned bool
 
-	m           Machine
+	m           Runtime
 	memory      run.Memory
 	families    []*family
 	all         *optimizer.Table // for the gradients' squares
@@ -60,7 +60,7 @@ type Optimizer struct {
 	control     gpu.Ptr          // optimizer.Control
 	staging     []byte           // the control block in pinned memory
 	squares     gpu.Ptr          // sums of all chunks and of the loss, then the families' workspace
-	apart       gpu.Ptr          // flags the sums of Apart gradients; null if there are none
+	apart       gpu.Ptr          // flags the sums of separately clipped gradients; null if there are none
 	settings    optimizer.Control
 	loss        []byte                  // the loss of a step in pinned memory
 	ran         gpu.Event               // the run before the update has ended
@@ -83,11 +83,11 @@ type Ranks struct {
 
 // New moves an optimizer with its state to the device. If ranks is not nil, the optimizer updates
 // this rank's part of the parameters.
-func New(m Machine, rules optim.Rules, params []*Param, maxNorm float64, ranks *Ranks) (*Optimizer,
+func New(m Runtime, rules optim.Rules, params []*Param, maxNorm float64, ranks *Ranks) (*Optimizer,
 	error) {
-	if !slices.ContainsFunc(params, func(p *Param) bool { return !p.Apart }) {
+	if !slices.ContainsFunc(params, func(p *Param) bool { return !p.ClipSeparately }) {
 		for _, p := range params { // if all are apart, none is
-			p.Apart = false
+			p.ClipSeparately = false
 		}
 	}
 
@@ -96,7 +96,7 @@ func New(m Machine, rules optim.Rules, params []*Param, maxNorm float64, ranks *
 		settings: optimizer.Control{MaxNorm: maxNorm, GradScale: 1}}
 
 	divide := func() error { return x.divide(ranks) }
-	if err := run.InTurn(divide, x.loadState, x.buildTables, x.allocate, x.uploadApartFlags); err != nil {
+	if err := run.InOrder(divide, x.loadState, x.buildTables, x.allocate, x.uploadApartFlags); err != nil {
 		return nil, run.Joined(err, m.Ctx.SyncStream(m.Stream), x.Close())
 	}
 
@@ -133,7 +133,7 @@ func (x *Optimizer) allocate() (err error) {
 func (x *Optimizer) uploadApartFlags() (err error) {
 	flags := make([]byte, x.sums())
 	for i, p := range x.chunks {
-		if p.Apart {
+		if p.ClipSeparately {
 			flags[i] = 1
 		}
 	}
@@ -197,8 +197,8 @@ func (x *Optimizer) sums() int { return len(x.chunks) + 1 }
 // Newer reports whether the state on the device is newer than the host's.
 func (x *Optimizer) Newer() bool { return x.Steps > 0 || x.newer }
 
-// Forgot notes that part of the state on the device has been cleared.
-func (x *Optimizer) Forgot() { x.newer = true }
+// StateCleared notes that part of the state on the device has been cleared.
+func (x *Optimizer) StateCleared() { x.newer = true }
 
 // loadState copies the optimizer's state to the device, or adopts the state that an earlier machine
 // left there.
@@ -307,15 +307,15 @@ func (x *Optimizer) Forget(i, from, to int) error {
 	return nil
 }
 
-// Leave hands over to k the parameters, owned by values, and their moments. The stream must be idle.
-func (x *Optimizer) Leave(k *run.Kept, values *run.Memory) {
+// HandOver hands over to k the parameters, owned by values, and their moments. The stream must be idle.
+func (x *Optimizer) HandOver(k *run.Kept, values *run.Memory) {
 	for _, p := range x.Params {
 		kept := &run.KeptParam{Value: p.Input.Array.Ptr(), Len: p.Input.Array.Len(),
 			Moments: map[string]gpu.Ptr{}, Step: p.Step + int64(x.Steps)}
-		values.Leave(k, kept.Value)
+		values.HandOver(k, kept.Value)
 		for i, m := range p.Rule.Kernel.Moments {
 			kept.Moments[m.Name] = p.Moments[i].Ptr()
-			x.memory.Leave(k, p.Moments[i].Ptr())
+			x.memory.HandOver(k, p.Moments[i].Ptr())
 		}
 		k.Params[p.Input.Node.Name()] = kept
 	}
@@ -395,7 +395,7 @@ func (x *Optimizer) Enqueue(loss *program.Array, o run.Observer) error {
 	}
 
 	part := func(at gpu.Ptr, bytes float64, plain func() error) error {
-		r := x.recorded.Of(at)
+		r := x.recorded.Get(at)
 		return o.UpdatePart(run.Work{
 			Replay:    func() error { return x.m.Replay(r, !x.uncaptured, plain) },
 			Plain:     plain,
@@ -406,11 +406,11 @@ func (x *Optimizer) Enqueue(loss *program.Array, o run.Observer) error {
 	}
 
 	looking := x.gradientBytes()
-	return run.InTurn(
+	return run.InOrder(
 		func() error { return x.Arrive(s) }, // incoming parameters arrive before all ranks meet
 		func() error { return part(at, looking, func() error { return x.judge(loss) }) },
 		func() error {
-			x.m.State.On(run.Look) // also if judge was captured before
+			x.m.State.On(run.ComputeNorm) // also if judge was captured before
 			return ctx.CopyToHost(x.staging, x.control, s)
 		},
 		func() error { return ctx.Record(x.judged, s) },
@@ -454,7 +454,7 @@ func (x *Optimizer) judge(loss *program.Array) error {
 	norm := optimizer.GradNorm{Control: x.control, Squares: x.squares, Count: x.sums(),
 		Apart: x.apart}
 	judge := program.NewCall(&norm, program.Updates(&norm.Scale, x.m.Program.Scale))
-	return run.InTurn(
+	return run.InOrder(
 		func() error { return x.m.Calls([]*program.Call{named(squares), named(byLoss)}) },
 		x.gatherSquares,
 		func() error { return x.m.Call(named(judge)) })
@@ -467,7 +467,7 @@ func (x *Optimizer) apply() error {
 	for _, f := range x.families {
 		calls = append(calls, f.calls(x, f)...)
 	}
-	return run.InTurn(
+	return run.InOrder(
 		func() error { return x.m.Calls(calls) },
 		func() error { return x.sendLoads(false) },
 		func() error { return x.m.Calls(x.copyUpdates) },
@@ -512,7 +512,7 @@ func (x *Optimizer) Close() error {
 // that their norm is infinite. Parts owned by other ranks are included only after the norm of an
 // update has been computed.
 func (x *Optimizer) NonFinite() (map[*gorgonia.Node]bool, error) {
-	if !x.m.State.Looked() {
+	if !x.m.State.Normed() {
 		if err := x.m.Launch(x.squared()); err != nil {
 			return nil, err
 		}

@@ -42,7 +42,7 @@ func enqueue(t *testing.T, o optim.Rules, options lower.Options, loss bool) []an
 	}
 
 	activation := options.Activation
-	x, err := update.New(update.Machine{Runner: r.Runner, Chooser: r.Chooser, Activation: activation,
+	x, err := update.New(update.Runtime{Runner: r.Runner, Chooser: r.Chooser, Activation: activation,
 		Kept: func(*program.Input) *run.KeptParam { return nil }}, o, all, 1, nil)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, x.Close()) }()

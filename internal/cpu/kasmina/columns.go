@@ -93,7 +93,7 @@ func setRule(r *strip.Rule, s *Seed[float32], column, n, j, c int, backward bool
 			clear(above)
 		}
 	case blueprints.ConvFilter:
-		r.Take(strip.Beside, column, n)
+		r.Take(strip.Neighbors, column, n)
 		w0, w1, w2 := taps(s.p)
 		for i := range on {
 			on[i] = float32(rest + gain*w0)

@@ -63,10 +63,10 @@ type Form uint8
 
 // Forms.
 const (
-	Ruled  Form = 1 << iota // some columns are not the identity, or need sums
-	Gated                   // On and Off differ in some columns
-	Beside                  // some columns have neighbors
-	Across                  // some neighbors are not among the 16 columns
+	Ruled     Form = 1 << iota // some columns are not the identity, or need sums
+	Gated                      // On and Off differ in some columns
+	Neighbors                  // some columns have neighbors
+	Across                     // some neighbors are not among the 16 columns
 )
 
 // Sums are the sums over rows of g and of g·x, for elements with x·Gate > Above, and of g·x[−1] and
