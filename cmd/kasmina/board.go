@@ -20,9 +20,9 @@ func newBoard() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "board RUN...",
 		Short: "Show runs side by side in a browser",
-		Long: `Show runs side by side in a browser: their curves, seeds and samples, and the settings in which
-they differ. A RUN is a folder with a log.jsonl, or such a log. Folders without a log are skipped.
-Runs that are still in progress are followed. Ctrl-C ends the command.`,
+		Long: `Show runs side by side in a browser, with their curves, seeds and samples and the differences between
+their settings. RUN is a folder with a log.jsonl, or the log itself. Folders without a log are skipped.
+The page follows runs that are still in progress. Ctrl-C stops the command.`,
 		Example: "  kasmina board runs/*",
 		Args:    cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, runs []string) error {
@@ -99,12 +99,12 @@ func newReport() *cobra.Command {
 	out := ""
 	c := &cobra.Command{
 		Use:   "report RUN",
-		Short: "Write a run as one HTML page",
-		Long: `Write a run as one HTML page that needs no other files: its curves, its seeds over time, what
-happened and why, settings and samples. RUN is a folder with a log.jsonl, or such a log.
+		Short: "Write a run as a single HTML page",
+		Long: `Write a run as a single HTML page, with its curves, its seeds over time, its events and their reasons,
+its settings and its samples. RUN is a folder with a log.jsonl, or the log itself.
 
-An earlier report of the same run is replaced. Any other file with that name is left alone, and the
-command fails.`,
+The report replaces an earlier report of the same run. If any other file has the name of the report, the
+command fails and does not change the file.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, runs []string) error {
 			path, err := board.WriteReport(out, runs[0])

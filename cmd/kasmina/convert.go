@@ -26,7 +26,7 @@ func newConvert() *cobra.Command {
 	var o convertOptions
 	c := &cobra.Command{
 		Use:   "convert --model DIR --out NEW",
-		Short: "Write a model with another type of weights, or as GGUF",
+		Short: "Convert a model to another type of weights, or to GGUF",
 		Long: `Write a model and its tokenizer to a new folder.
 
 Without --precision, every tensor keeps its type and its bytes. With --gguf, the model becomes one file

@@ -34,10 +34,10 @@ func (o *generateOptions) command() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "generate --model DIR --prompt TEXT",
 		Short: "Continue a text",
-		Long: `Continue a text. Sampling follows generation_config.json unless options say otherwise.
+		Long: `Continue a text. Sampling follows generation_config.json unless options override it.
 
-Standard output receives the prompt and the text that the model adds, as it is drawn, and nothing else.
-With --chat it receives only the answer. The text ends after --n tokens, or at an end-of-text token.`,
+Standard output receives the prompt and the generated text, token by token, and nothing else. With
+--chat, it receives only the answer. The text ends after --n tokens, or at an end-of-text token.`,
 		Args:              cobra.NoArgs,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
