@@ -483,5 +483,5 @@ func TestInvalidChunkGraphs(t *testing.T) {
 	_, err = r.Run(data.Batch{Inputs: make([]int, m.Config.Seq),
 		Targets: make([]int, m.Config.Seq), Count: m.Config.Seq})
 	require.ErrorIs(t, err, blueprints.ErrInvalid)
-	require.ErrorContains(t, err, "llm.Trainer adds it ahead of a step")
+	require.ErrorContains(t, err, "llm.Trainer adds it before a step")
 }
