@@ -101,7 +101,7 @@ func TestCeilings(t *testing.T) {
 		kinds = append(kinds, e.Kind)
 		if e.Kind == Measured || e.Kind == RunEnd {
 			require.Equal(t, Ceiling{Product: 3, Type: "float32"}, e.Ceiling)
-			require.InEpsilon(t, float64(e.RunTokens)*tr.Model.Config.FLOPs(), e.RunFLOPs, 1e-12)
+			require.InEpsilon(t, float64(e.RunTokens)*tr.Model.layout().FLOPs(), e.RunFLOPs, 1e-12)
 		}
 		return nil
 	})

@@ -858,7 +858,7 @@ func TestPartsClaimMoreThanTheyHold(t *testing.T) {
 	defer f.Close()
 	info, err := os.Stat(path)
 	require.NoError(t, err)
-	bounded.Run(t, info.Size(), func() { _, err = f.Moments(t.Context(), fileShapeOf(m.Config, tensor.Float32)) })
+	bounded.Run(t, info.Size(), func() { _, err = f.Moments(t.Context(), fileShapeOf(m.layout(), tensor.Float32)) })
 	require.ErrorContains(t, err, "its parts have 2 of the 524288 elements of "+
 		"model.embed_tokens.weight.0")
 }

@@ -47,10 +47,8 @@ type Config struct {
 	Streams []int        `json:"streams,omitempty"`
 	// LoRAAlpha is LoRA's α: the product is multiplied by LoRAAlpha/rank. 0 means the rank.
 	LoRAAlpha float64 `json:"lora_alpha,omitempty"`
-	// Planted lists the blueprints at these places, and Grown records how the model's stack of blocks
-	// grew. The trainer writes both.
-	Planted []Planted `json:"planted,omitempty"`
-	Grown   []Grown   `json:"grown,omitempty"`
+	// Grown records how the model got its blocks. The trainer sets it.
+	Grown []Grown `json:"grown,omitempty"`
 
 	// Adapter describes low-rank adapters of linear layers. While a model has them, only they learn, and
 	// what TrainConfig.Tuned names.

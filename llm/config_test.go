@@ -379,7 +379,8 @@ func TestOlderConfigurations(t *testing.T) {
 	tensors, metadata, err := tensorsOf(m)
 	require.NoError(t, err)
 	config := metadata[modelfile.ConfigKey]
-	for _, old := range []string{`"frozen":true`, `"directed":true`, `"kasmina_options":{"epsilon":0.5}`} {
+	for _, old := range []string{`"frozen":true`, `"directed":true`, `"kasmina_options":{"epsilon":0.5}`,
+		`"planted":[{"site":"weight","seed":0,"kind":"LoRA","size":1}]`} {
 		metadata[modelfile.ConfigKey] = strings.Replace(config, "{", "{"+old+",", 1)
 		require.NoError(t, safetensors.Save(path, tensors, metadata))
 		_, err := LoadModel(t.Context(), path)

@@ -213,7 +213,7 @@ func (d *driver) now() (m modelState, err error) {
 	if err := d.gatherState(); err != nil {
 		return m, err
 	}
-	m = modelState{Config: d.t.Model.Config, Params: d.t.Model.Params, Moments: d.t.Optimizer.State()}
+	m = modelState{layout: d.t.Model.layout(), Params: d.t.Model.Params, Moments: d.t.Optimizer.State()}
 	return d.there(m), err
 }
 
@@ -234,7 +234,7 @@ func (d *driver) there(m modelState) modelState {
 // part returns the current model. If the engine can hand its parameters over to the next one, only the
 // named ones are copied to the host.
 func (d *driver) part(names ...string) (modelState, error) {
-	m := d.there(modelState{Config: d.t.Model.Config, Params: d.t.Model.Params})
+	m := d.there(modelState{layout: d.t.Model.layout(), Params: d.t.Model.Params})
 	if m.From == nil {
 		return d.now()
 	}
@@ -256,7 +256,7 @@ func (d *driver) change(old, next modelState, scale *LossScale) error {
 	clock.End("closing the engine")
 	put := func(m modelState, scale *LossScale) error {
 		own := d.t.Model.Params
-		become(d.t.Model, m.Config, m.Params)
+		become(d.t.Model, m.layout, m.Params)
 		if err := d.t.team.agree(d.setOptimizer(own, m)); err != nil {
 			return err
 		}

@@ -32,7 +32,7 @@ type EMA struct {
 	decay float64
 
 	mu       sync.Mutex
-	config   Config // of the averaged model
+	layout   layout // of the averaged model
 	lattices []state.Array
 	params   []Param
 }
@@ -69,7 +69,7 @@ func (e *EMA) FinishStep(u Turn) error {
 		}
 	})
 
-	e.config, e.params, e.lattices = m.Config, next, m.Kasmina.Arrays()
+	e.layout, e.params, e.lattices = m.layout(), next, m.Kasmina.Arrays()
 	return nil
 }
 
@@ -97,8 +97,8 @@ func (e *EMA) sources(now Config) func(name string) (*tensor.Dense, bool) {
 	}
 
 	common := 0
-	for common < min(len(now.Grown), len(e.config.Grown)) &&
-		slices.Equal(now.Grown[common].Order, e.config.Grown[common].Order) {
+	for common < min(len(now.Grown), len(e.layout.Grown)) &&
+		slices.Equal(now.Grown[common].Order, e.layout.Grown[common].Order) {
 		common++
 	}
 
@@ -106,7 +106,7 @@ func (e *EMA) sources(now Config) func(name string) (*tensor.Dense, bool) {
 		for _, g := range slices.Backward(now.Grown[common:]) {
 			name = g.Source(name)
 		}
-		for _, g := range e.config.Grown[common:] {
+		for _, g := range e.layout.Grown[common:] {
 			name = g.firstCopy(name)
 		}
 		value, ok := values[name]
@@ -129,7 +129,7 @@ func (e *EMA) Model() (*Model, error) {
 		values[p.Name] = p.Value
 	}
 
-	m, err := NewModelFrom(e.config, e.params[0].Value.Dtype(), func(p Param) error {
+	m, err := modelFrom(e.layout, e.params[0].Value.Dtype(), func(p Param) error {
 		copyNumbers(p.Value, values[p.Name])
 		return nil
 	})
@@ -198,7 +198,7 @@ func (e *EMA) Load(r *CheckpointReader) (install func(), err error) {
 	}
 
 	var params []Param
-	shapes := maps.Collect(r.Config().Parameters())
+	shapes := maps.Collect(r.run.layout.Parameters())
 	for _, name := range r.Tensors() {
 		shape, values, err := r.Tensor(name)
 		if err != nil {
@@ -220,10 +220,10 @@ func (e *EMA) Load(r *CheckpointReader) (install func(), err error) {
 			ErrArchitecture, n, len(shapes))
 	}
 
-	config, lattices := r.Config(), r.run.lattices
+	layout, lattices := r.run.layout, r.run.lattices
 	return func() {
 		e.mu.Lock()
 		defer e.mu.Unlock()
-		e.config, e.params, e.lattices = config, params, lattices()
+		e.layout, e.params, e.lattices = layout, params, lattices()
 	}, nil
 }

@@ -147,6 +147,7 @@ func BuildGraph(m ModelParts, kind GraphKind, batch int, opts ...GraphOption) (*
 // parameters' memory.
 type ModelParts struct {
 	Config         Config
+	Planted        []Planted
 	KasminaOptions KasminaOptions
 	Params         []Param
 	Kasmina        *state.Network // lattices; the first ones belong to the entries of Config.Kasmina
@@ -179,7 +180,8 @@ func (m ModelParts) dtype() tensor.Dtype {
 // addParams adds a node for each parameter.
 func (b *graphBuilder) addParams() error {
 	i := 0
-	for s := range b.Config.Specs() {
+	layout := layout{b.Config, b.Planted}
+	for s := range layout.Specs() {
 		if i == len(b.Params) || b.Params[i].Name != s.Name {
 			return fmt.Errorf("parameter %d is not %s, which the configuration has there", i, s.Name)
 		}
@@ -195,7 +197,7 @@ func (b *graphBuilder) addParams() error {
 		i++
 	}
 
-	if len(b.Config.Kasmina)+len(b.Config.Planted) > 0 && b.Kasmina == nil {
+	if len(b.Config.Kasmina)+len(b.Planted) > 0 && b.Kasmina == nil {
 		return errors.New("an outline has no seeds, but its configuration has some")
 	}
 

@@ -149,7 +149,7 @@ func TestSiteGradients(t *testing.T) {
 			r := rand.New(rand.NewPCG(seed, 0))
 			c := withSites(r, randomConfig(r), own)
 			t.Logf("%+v", c)
-			m := must(NewModel(c, tensor.Float64, r.Uint64(), state.WithoutGates()))
+			m := must(newModel(c, tensor.Float64, r.Uint64(), state.WithoutGates()))
 			for _, p := range m.Params {
 				x := p.Value.Float64s()
 				for k := range x {
@@ -186,8 +186,8 @@ func TestGradientsOfSharedSlots(t *testing.T) {
 	}
 }
 
-// withSites returns a configuration with a planted seed on some layers and after some blocks.
-func withSites(r *rand.Rand, c Config, own [4]blueprints.Kind) Config {
+// withSites returns a layout with a planted seed on some layers and after some blocks.
+func withSites(r *rand.Rand, c Config, own [4]blueprints.Kind) layout {
 	layers := []string{"q", "k", "v", "o", "gate", "up", "down", "head"}
 	for range 1 + r.IntN(4) {
 		s := WeightSite{Block: r.IntN(c.Layers), Layer: layers[r.IntN(len(layers))]}
@@ -202,22 +202,23 @@ func withSites(r *rand.Rand, c Config, own [4]blueprints.Kind) Config {
 	}
 
 	c.LoRAAlpha = r.Float64() * 3
+	l := layout{Config: c}
 	for seed := range c.Weights {
 		kind := []blueprints.Kind{blueprints.LoRA, blueprints.LoRA, own[0]}[r.IntN(3)]
-		c = c.Plant(Planted{Site: blueprints.Weight, Seed: seed, Kind: kind.String(), Size: 1})
+		l = l.Plant(Planted{Site: blueprints.Weight, Seed: seed, Kind: kind.String(), Size: 1})
 	}
 
 	for seed := range c.Streams {
 		kind := []blueprints.Kind{blueprints.Attention, blueprints.Perceptron, own[1]}[r.IntN(3)]
-		c = c.Plant(Planted{Site: blueprints.Stream, Seed: seed, Kind: kind.String(), Size: 1})
+		l = l.Plant(Planted{Site: blueprints.Stream, Seed: seed, Kind: kind.String(), Size: 1})
 	}
 
-	return c
+	return l
 }
 
 // plantSites moves planted blueprints to stages where gradients are derivatives of the loss.
 func plantSites(t *testing.T, r *rand.Rand, m *Model) {
-	for _, p := range m.Config.Planted {
+	for _, p := range m.Planted {
 		kind, _ := blueprints.ByName(p.Kind)
 		last := []state.Stage{state.Grafting, state.Stabilization, state.FineTuning}[r.IntN(3)]
 		commands := []state.Command{{Action: state.Germinate,

@@ -155,7 +155,7 @@ type graphRow struct {
 // seed.
 func (b *graphBuilder) plant() error {
 	s := &b.out.seeds
-	for _, p := range b.Config.Planted {
+	for _, p := range b.Planted {
 		l := b.latticeAt(p.Site)
 		if l == nil || p.Seed >= l.Seeds() {
 			return fmt.Errorf("there is no lattice of site %v with a seed %d", p.Site, p.Seed)

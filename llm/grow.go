@@ -146,7 +146,7 @@ func growsDepthAlone(c state.Controller) bool {
 // costOf returns the cost of a step after growth in depth, relative to a step of the current model. It
 // returns 1 for growth that is not possible.
 func (g *growth) costOf(kind blueprints.Kind, size int) float64 {
-	c := g.t.Model.Config
+	c := g.t.Model.layout()
 	order, err := blueprints.Order(kind, c.Layers, size)
 	if err != nil {
 		return 1
@@ -419,7 +419,7 @@ func (g *growth) decide(v *trialVerdict) ([]state.Command, error) {
 // weights and of the stream. Dormant seeds are not measured.
 func (g *growth) sense() error {
 	s, ok := g.t.driver.engine.(Sensor)
-	if !ok || len(g.t.Model.Config.Planted) == 0 {
+	if !ok || len(g.t.Model.Planted) == 0 {
 		return nil
 	}
 

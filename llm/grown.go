@@ -70,19 +70,11 @@ func (c Config) Grow(g Grown) Config {
 	return c
 }
 
-// Tensors returns the number of parameter tensors.
-func (c Config) Tensors() (n int) {
-	for range c.Specs() {
-		n++
-	}
-	return n
-}
-
 // SameBlocks reports whether two configurations of one origin have the same blocks.
 func (c Config) SameBlocks(d Config) bool {
 	return c.Layers == d.Layers && slices.Equal(c.Kasmina, d.Kasmina) &&
 		slices.Equal(c.blocks(), d.blocks()) && slices.Equal(c.Weights, d.Weights) &&
-		slices.Equal(c.Streams, d.Streams) && slices.Equal(c.Planted, d.Planted) &&
+		slices.Equal(c.Streams, d.Streams) &&
 		slices.EqualFunc(c.Grown, d.Grown, func(a, b Grown) bool {
 			return a.Seed == b.Seed && a.Stream == b.Stream && slices.Equal(a.Order, b.Order)
 		})
@@ -104,7 +96,7 @@ func (c Config) Origin() Config {
 		c.Layers = slices.Max(order) + 1
 	}
 
-	c.Planted, c.Grown, c.Blocks = nil, nil, blockPattern(all)
+	c.Grown, c.Blocks = nil, blockPattern(all)
 	return c
 }
 

@@ -15,6 +15,7 @@ import (
 type snapshotState struct {
 	Seeds     []state.Address `json:"seeds"`
 	Config    Config          `json:"config"`
+	Planted   []Planted       `json:"planted,omitempty"`
 	LossScale *LossScale      `json:"loss_scale,omitempty"`
 }
 
@@ -46,7 +47,7 @@ func (g *growth) Name() string { return growthName }
 func (g *growth) Save(w *CheckpointWriter) error {
 	var states []snapshotState
 	for i, s := range g.snapshots {
-		states = append(states, snapshotState{Seeds: s.seeds, Config: s.Config, LossScale: s.scale})
+		states = append(states, snapshotState{Seeds: s.seeds, Config: s.Config, Planted: s.Planted, LossScale: s.scale})
 		if err := s.save(w, snapshotPrefix(i)); err != nil {
 			return err
 		}
@@ -116,10 +117,10 @@ func (g *growth) loadSnapshots(r *CheckpointReader) (all snapshots, err error) {
 	}
 
 	for i, s := range states {
-		if err := g.checkSnapshot(s, r.run.config); err != nil {
+		if err := g.checkSnapshot(s, r.run.layout.Config); err != nil {
 			return nil, err
 		}
-		b, err := g.loadBranch(r, s.Config, snapshotPrefix(i), s.LossScale)
+		b, err := g.loadBranch(r, layout{s.Config, s.Planted}, snapshotPrefix(i), s.LossScale)
 		if err != nil {
 			return nil, err
 		}
@@ -132,7 +133,7 @@ func (g *growth) loadSnapshots(r *CheckpointReader) (all snapshots, err error) {
 // checkSnapshot returns an error unless a snapshot can belong to the trainer's model. now is the model's
 // configuration in the checkpoint.
 func (g *growth) checkSnapshot(s snapshotState, now Config) error {
-	if err := s.Config.Check(); err != nil {
+	if err := (layout{s.Config, s.Planted}).Check(); err != nil {
 		return fmt.Errorf("the snapshot from before the model grew: %w", err)
 	}
 
@@ -196,7 +197,7 @@ func (g *growth) loadTwin(r *CheckpointReader) (*twin, error) {
 	}
 
 	var err error
-	if w.branch, err = g.loadBranch(r, r.run.config, twinPrefix, s.LossScale); err != nil {
+	if w.branch, err = g.loadBranch(r, r.run.layout, twinPrefix, s.LossScale); err != nil {
 		return nil, err
 	}
 
@@ -221,12 +222,12 @@ func (g *growth) loadTwin(r *CheckpointReader) (*twin, error) {
 	return w, nil
 }
 
-// loadBranch reads a branch of a model with configuration c.
-func (g *growth) loadBranch(r *CheckpointReader, c Config, prefix string, scale *LossScale) (b branch,
+// loadBranch reads a branch of a model with layout l.
+func (g *growth) loadBranch(r *CheckpointReader, l layout, prefix string, scale *LossScale) (b branch,
 	err error) {
 	prefix = modelfile.PartPrefix + growthName + "." + prefix
-	b.scale, b.Config = scale, c
-	if b.Params, err = paramsIn(r.ctx, g.t.Model, r.file, c, prefix); err != nil {
+	b.scale, b.layout = scale, l
+	if b.Params, err = paramsIn(r.ctx, g.t.Model, r.file, l, prefix); err != nil {
 		return b, err
 	}
 	b.Moments, err = momentsIn(r.ctx, r.file, prefix+modelfile.OptimizerPrefix)

@@ -142,7 +142,7 @@ func TestResumeBetweenSteps(t *testing.T) {
 	require.NoError(t, tr.Save(path))
 	build, replacing := tr.Config.Engine, make(chan struct{})
 	tr.Config.Engine = func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
-		if len(m.Config.Planted) == 0 {
+		if len(m.Planted) == 0 {
 			close(replacing)
 			time.Sleep(100 * time.Millisecond) // give the run time to continue
 		}

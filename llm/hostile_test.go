@@ -435,7 +435,7 @@ func TestZeroValues(t *testing.T) {
 
 	require.Zero(t, c.KasminaWidth())
 	require.NoError(t, c.Knows(nil))
-	require.Empty(t, c.GrowStream(Grown{}).Streams)
+	require.Empty(t, (layout{Config: c}).GrowStream(Grown{}).Streams)
 	require.Empty(t, c.StreamOrder(3))
 	require.Empty(t, cpu.Choices())
 	require.NoError(t, errors.Join(cpu.Close(), new(Decoding).Close()))

@@ -27,6 +27,10 @@ type Model struct {
 	Params  []Param        // in the model's order of use
 	Kasmina *state.Network // the seed lattices: a layer for each entry of Config.Kasmina
 
+	// Planted lists the blueprints that have parameters of their own, at weights and in the stream. The
+	// trainer sets it.
+	Planted []Planted
+
 	// KasminaOptions configures the computation of the Kasmina layers. Set it before building graphs and
 	// trainers. Files of the model contain the options.
 	KasminaOptions KasminaOptions
@@ -50,8 +54,13 @@ type Model struct {
 // The lattices of the Kasmina layers get the given options, but Config.Slots determines their number of
 // slots.
 func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (*Model, error) {
+	return newModel(layout{Config: c}, dt, seed, lattice...)
+}
+
+// newModel is like NewModel for a model with planted blueprints.
+func newModel(l layout, dt tensor.Dtype, seed uint64, lattice ...state.Option) (*Model, error) {
 	// Each parameter has its own random stream, so that adding one does not change the rest.
-	return buildModel(c, dt, func(i int, p ParamSpec) func() float64 {
+	return buildModel(l, dt, func(i int, p ParamSpec) func() float64 {
 		r := rand.New(rand.NewPCG(seed, uint64(i)))
 		return func() float64 { return p.Start + p.Deviation*r.NormFloat64() }
 	}, lattice...)
@@ -68,7 +77,13 @@ func NewModelFrom(c Config, dt tensor.Dtype, fill func(Param) error,
 		return nil, errors.New("llm: NewModelFrom: fill is nil, want a function that writes parameters")
 	}
 
-	m, err := buildModel(c, dt, func(_ int, p ParamSpec) func() float64 {
+	return modelFrom(layout{Config: c}, dt, fill, lattice...)
+}
+
+// modelFrom is like NewModelFrom for a model with planted blueprints.
+func modelFrom(l layout, dt tensor.Dtype, fill func(Param) error, lattice ...state.Option) (*Model,
+	error) {
+	m, err := buildModel(l, dt, func(_ int, p ParamSpec) func() float64 {
 		if p.Deviation != 0 {
 			return nil
 		}
@@ -97,9 +112,9 @@ func NewModelFrom(c Config, dt tensor.Dtype, fill func(Param) error,
 
 // buildModel returns a model. The values of parameter i are the successive results of the function that
 // start returns for it; they are zeros if start or that function is nil.
-func buildModel(c Config, dt tensor.Dtype, start func(i int, p ParamSpec) func() float64,
+func buildModel(l layout, dt tensor.Dtype, start func(i int, p ParamSpec) func() float64,
 	lattice ...state.Option) (*Model, error) {
-	if err := c.Check(); err != nil {
+	if err := l.Check(); err != nil {
 		return nil, err
 	}
 
@@ -107,8 +122,8 @@ func buildModel(c Config, dt tensor.Dtype, start func(i int, p ParamSpec) func()
 		return nil, fmt.Errorf("llm: parameters of type %v, want float32 or float64", dt)
 	}
 
-	m := &Model{Config: c, byName: map[string]int{}}
-	specs := slices.Collect(c.Specs())
+	m := &Model{Config: l.Config, Planted: l.Planted, byName: map[string]int{}}
+	specs := slices.Collect(l.Specs())
 	bytes := uint64(0)
 	for _, p := range specs {
 		bytes += uint64(tensor.Shape(p.Shape).TotalSize()) * uint64(dt.Size())
@@ -197,5 +212,6 @@ func (m *Model) Graph(kind GraphKind, batch int, opts ...GraphOption) (*Graph, e
 
 // Parts returns the configuration, parameters and lattices for building graphs.
 func (m *Model) Parts() ModelParts {
-	return ModelParts{Config: m.Config, KasminaOptions: m.KasminaOptions, Params: m.Params, Kasmina: m.Kasmina}
+	return ModelParts{Config: m.Config, Planted: m.Planted, KasminaOptions: m.KasminaOptions,
+		Params: m.Params, Kasmina: m.Kasmina}
 }

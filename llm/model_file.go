@@ -81,6 +81,14 @@ func tensorsOf(m *Model) ([]safetensors.Tensor, map[string]string, error) {
 	}
 
 	metadata := map[string]string{"format": "pt", modelfile.ConfigKey: string(config)}
+	if len(m.Planted) > 0 {
+		planted, err := json.Marshal(m.Planted)
+		if err != nil {
+			return nil, nil, fmt.Errorf("llm: saving the planted blueprints: %w", err)
+		}
+		metadata[modelfile.PlantedKey] = string(planted)
+	}
+
 	if m.KasminaOptions != (KasminaOptions{}) {
 		options, err := json.Marshal(m.KasminaOptions)
 		if err != nil {
@@ -93,7 +101,7 @@ func tensorsOf(m *Model) ([]safetensors.Tensor, map[string]string, error) {
 }
 
 // fileShapeOf returns the tensors that the file of a model with parameters of type dt must contain.
-func fileShapeOf(c Config, dt tensor.Dtype) modelfile.Shape {
+func fileShapeOf(c layout, dt tensor.Dtype) modelfile.Shape {
 	s := modelfile.Shape{Dtype: dt, Params: c.Parameters()}
 	for _, block := range c.Origin().Kasmina {
 		s.Lattices = append(s.Lattices, modelfile.Lattice{Name: strconv.Itoa(block), Seeds: c.Seeds,
@@ -106,9 +114,9 @@ func fileShapeOf(c Config, dt tensor.Dtype) modelfile.Shape {
 	return s
 }
 
-// configIn returns the configuration stored in a file.
-func configIn(f *modelfile.File) (Config, error) {
-	var c Config
+// layoutIn returns the layout of the model stored in a file.
+func layoutIn(f *modelfile.File) (layout, error) {
+	var c layout
 	text, ok := f.Metadata[modelfile.ConfigKey]
 	if !ok {
 		return c, f.Errorf("%w: it has no %q in its metadata, as this package's model files do",
@@ -120,23 +128,32 @@ func configIn(f *modelfile.File) (Config, error) {
 		c.Kasmina = make([]int, 0, strings.Count(text, ","))
 	}
 
-	var moved struct { // to settings of a run and to the model's options
+	var moved struct { // to settings of a run, to the model's options, and to PlantedKey
 		Frozen         json.RawMessage `json:"frozen"`
 		Directed       json.RawMessage `json:"directed"`
 		KasminaOptions json.RawMessage `json:"kasmina_options"`
+		Planted        json.RawMessage `json:"planted"`
 	}
-	if err := errors.Join(f.Decode(modelfile.ConfigKey, "the configuration", modelfile.MaxConfig, &c),
+	if err := errors.Join(f.Decode(modelfile.ConfigKey, "the configuration", modelfile.MaxConfig, &c.Config),
 		f.Decode(modelfile.ConfigKey, "the configuration", modelfile.MaxConfig, &moved)); err != nil {
 		return c, err
 	}
 
-	if moved.Frozen != nil || moved.Directed != nil || moved.KasminaOptions != nil {
+	if moved.Frozen != nil || moved.Directed != nil || moved.KasminaOptions != nil ||
+		moved.Planted != nil {
 		return c, f.Errorf("%w: it was written by an older version, whose configurations contained "+
-			"frozen, directed or kasmina_options: continue with that version", ErrArchitecture)
+			"frozen, directed, kasmina_options or planted: continue with that version", ErrArchitecture)
 	}
 
 	if c.Kasmina = slices.Clip(c.Kasmina); len(c.Kasmina) == 0 {
 		c.Kasmina = nil
+	}
+
+	if _, ok := f.Metadata[modelfile.PlantedKey]; ok {
+		if err := f.Decode(modelfile.PlantedKey, "the planted blueprints", modelfile.MaxConfig,
+			&c.Planted); err != nil {
+			return c, err
+		}
 	}
 
 	if err := c.Check(); err != nil {
@@ -178,7 +195,7 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 	}
 	defer f.Close()
 
-	c, err := configIn(f)
+	c, err := layoutIn(f)
 	if err != nil {
 		return nil, err
 	}
@@ -249,7 +266,7 @@ func (m *Model) latticesOf(ctx context.Context, f *modelfile.File) (install func
 }
 
 // paramsIn reads the parameters of a configuration, stored with the given prefix.
-func paramsIn(ctx context.Context, m *Model, f *modelfile.File, c Config,
+func paramsIn(ctx context.Context, m *Model, f *modelfile.File, c layout,
 	prefix string) ([]Param, error) {
 	var params []Param
 	for p := range c.Specs() {
@@ -265,7 +282,7 @@ func paramsIn(ctx context.Context, m *Model, f *modelfile.File, c Config,
 // contentsIn reads the parameters and lattices of a file with configuration c, and returns a function
 // that installs them in m. If m already has the same blocks, its parameters keep their memory.
 func contentsIn(ctx context.Context, m *Model, f *modelfile.File,
-	c Config) (read []Param, load func(),
+	c layout) (read []Param, load func(),
 	err error) {
 	install, err := m.latticesOf(ctx, f)
 	if err != nil {
@@ -277,7 +294,7 @@ func contentsIn(ctx context.Context, m *Model, f *modelfile.File,
 	}
 
 	return read, func() {
-		if m.Config.SameBlocks(c) {
+		if m.layout().SameBlocks(c) {
 			for i, p := range m.Params {
 				copyNumbers(p.Value, read[i].Value)
 			}

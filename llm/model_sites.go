@@ -47,7 +47,7 @@ func (s slotStore) forgetPlanted(e paramMirror, l *state.Lattice, before []bool,
 	}
 
 	site := l.Site()
-	for _, p := range s.Model.Config.Planted {
+	for _, p := range s.Model.Planted {
 		if p.Site != site || now[p.Seed] || known && p.Seed < len(before) && !before[p.Seed] {
 			continue
 		}

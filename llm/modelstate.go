@@ -16,9 +16,9 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// modelState is the configuration, the parameters and the optimizer state of a model.
+// modelState is the layout, the parameters and the optimizer state of a model.
 type modelState struct {
-	Config  Config
+	layout
 	Params  []Param
 	Moments []optim.Tensor // never modified in place
 
@@ -89,13 +89,13 @@ func (m modelState) moments() map[string][]optim.Tensor {
 	return all
 }
 
-// become returns the model with configuration next. The function source names the old parameter that
+// become returns the model with layout next. The function source names the old parameter that
 // supplies the values and moments of a new one, or returns "" for a parameter that fresh initializes. A
 // parameter with several copies is copied.
-func (m modelState) become(next Config, source func(name string) string,
+func (m modelState) become(next layout, source func(name string) string,
 	fresh func(i int, p ParamSpec) func() float64) modelState {
 	values, moments := m.values(), m.moments()
-	grown, taken := modelState{Config: next}, map[*tensor.Dense]bool{}
+	grown, taken := modelState{layout: next}, map[*tensor.Dense]bool{}
 	var copies []int
 	for p := range next.Specs() {
 		own, from := Param{Name: p.Name}, source(p.Name)
@@ -158,7 +158,7 @@ func sameName(name string) string { return name }
 // residual stream are 0, so that the block is the identity. In a block with a norm at its output, the
 // norm weight is 0 instead. (The gradient of a norm of zeros would be unbounded.)
 func (m modelState) Grow(g Grown) modelState {
-	return m.become(m.Config.Grow(g), g.Source, func(i int, p ParamSpec) func() float64 {
+	return m.become(m.layout.Grow(g), g.Source, func(i int, p ParamSpec) func() float64 {
 		return p.Fresh(uint64(g.Step), i)
 	})
 }
@@ -166,7 +166,7 @@ func (m modelState) Grow(g Grown) modelState {
 // Plant returns the model with a blueprint added at the given step. The same step, seed and kind give the
 // same initial values. The first rows of a LoRA's matrix A may be given.
 func (m modelState) Plant(p Planted, step int, rows ...[]float32) modelState {
-	next := m.become(m.Config.Plant(p), sameName, func(_ int, p ParamSpec) func() float64 {
+	next := m.become(m.layout.Plant(p), sameName, func(_ int, p ParamSpec) func() float64 {
 		h := fnv.New64a()
 		h.Write([]byte(p.Name))
 		r := rand.New(rand.NewPCG(uint64(step), h.Sum64()))
@@ -194,20 +194,20 @@ func writeRows(a *tensor.Dense, rows [][]float32) {
 
 // Uproot returns the model without the blueprint of a seed.
 func (m modelState) Uproot(site blueprints.Site, seed int) modelState {
-	return m.become(m.Config.Uproot(site, seed), sameName, nil)
+	return m.become(m.layout.Uproot(site, seed), sameName, nil)
 }
 
-// Back returns a copy of the model with configuration c and the parameters and moments of before.
+// Back returns a copy of the model with layout l and the parameters and moments of before.
 // Parameters that before lacks are taken from m.
-func (m modelState) Back(before modelState, c Config) modelState {
+func (m modelState) Back(before modelState, l layout) modelState {
 	values, moments := before.values(), before.moments()
 	now, remembered := m.values(), m.moments()
 	var back modelState
-	back.Config = c
-	for p := range c.Specs() {
+	back.layout = l
+	for p := range l.Specs() {
 		from := p.Name
-		for i := len(c.Grown) - 1; i >= len(before.Config.Grown) && from != ""; i-- {
-			from = c.Grown[i].Source(from)
+		for i := len(l.Grown) - 1; i >= len(before.Config.Grown) && from != ""; i-- {
+			from = l.Grown[i].Source(from)
 		}
 		v, kept := values[from], moments[from]
 		if v == nil || !slices.Equal(v.Shape(), p.Shape) {
@@ -235,7 +235,7 @@ type plantedSeed struct {
 
 // planted returns the blueprint of a seed.
 func (m modelState) planted(site blueprints.Site, seed int) (o plantedSeed, err error) {
-	p, ok := m.Config.PlantedAt(site, seed)
+	p, ok := m.PlantedAt(site, seed)
 	if !ok {
 		return o, fmt.Errorf("seed %d of site %v has nothing planted", seed, site)
 	}

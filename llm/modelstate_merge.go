@@ -66,7 +66,7 @@ func (o plantedSeed) notMerged(err error) error {
 // add adds the blueprints to their weights and removes them from the model. It processes the weights in
 // parallel, and the blueprints of one weight in order.
 func (m modelState) add(all []plantedSeed) (modelState, error) {
-	by, c := map[string][]plantedSeed{}, m.Config
+	by, c := map[string][]plantedSeed{}, m.layout
 	for _, o := range all {
 		name := m.Config.WeightName(m.Config.Weights[o.Seed])
 		by[name] = append(by[name], o)
@@ -164,7 +164,7 @@ func (m modelState) block(o plantedSeed, step int) (modelState, error) {
 
 	g := Grown{Stream: true, Seed: o.Seed, Kind: o.Planted.Kind, Size: o.Size, Step: step,
 		Order: m.Config.StreamOrder(o.Seed)}
-	next := m.Config.GrowStream(g)
+	next := m.layout.GrowStream(g)
 	if err := next.Check(); err != nil {
 		return m, err
 	}

@@ -18,7 +18,7 @@ func TestMerge(t *testing.T) {
 	c.Streams = []int{0, 1}
 	m, err := NewModel(c, tensor.Float32, 3)
 	require.NoError(t, err)
-	now := modelState{Config: m.Config, Params: m.Params}
+	now := modelState{layout: m.layout(), Params: m.Params}
 	for i := range c.Weights {
 		now = now.Plant(Planted{Site: blueprints.Weight, Seed: i, Kind: "LoRA", Size: 2}, 5)
 	}

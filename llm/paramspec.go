@@ -6,14 +6,17 @@ import (
 	"math"
 	"math/rand/v2"
 
-	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm/internal/block"
 )
 
-// Parameters yields the names and shapes of the model's parameters, in the model's order of use.
-func (c Config) Parameters() iter.Seq2[string, []int] {
+// Parameters yields the names and shapes of the parameters of a model without planted blueprints, in the
+// model's order of use.
+func (c Config) Parameters() iter.Seq2[string, []int] { return parametersOf(c.Specs()) }
+
+// parametersOf yields the names and shapes of parameters.
+func parametersOf(specs iter.Seq[ParamSpec]) iter.Seq2[string, []int] {
 	return func(yield func(string, []int) bool) {
-		for p := range c.Specs() {
+		for p := range specs {
 			if !yield(p.Name, p.Shape) {
 				return
 			}
@@ -32,8 +35,7 @@ type ParamSpec struct {
 	Closed *float64
 }
 
-// Specs yields the parameters of a model in the model's order of use, followed by the parameters of
-// planted blueprints.
+// Specs yields the parameters of a model without planted blueprints, in the model's order of use.
 func (c Config) Specs() iter.Seq[ParamSpec] {
 	return func(yield func(ParamSpec) bool) {
 		if !yield(ParamSpec{embedName, []int{c.Vocab, c.Dim}, 0, innerDeviation, nil}) ||
@@ -63,14 +65,6 @@ func (c Config) Specs() iter.Seq[ParamSpec] {
 		for _, p := range c.adapterSpecs() {
 			if !yield(p) {
 				return
-			}
-		}
-		for _, p := range c.Planted {
-			specs, _ := c.SeedParams(p) // Check has already validated Planted
-			for _, s := range specs {
-				if !yield(s) {
-					return
-				}
 			}
 		}
 	}
@@ -146,9 +140,11 @@ func blockPrefix(i int) string { return fmt.Sprintf("%s%d.", blocksPrefix, i) }
 // in a sequence of S positions counts as 2W − W²/S positions. (Kaplan et al., "Scaling Laws for Neural
 // Language Models", 2020.)
 //
-// Blueprints in the stream are counted in the same way. Blueprints at weights are not counted, because
-// their operations occur once per step, whatever the number of tokens.
-func (c Config) FLOPs() float64 {
+// Planted blueprints are not counted.
+func (c Config) FLOPs() float64 { return 6 * c.forwardFLOPs() }
+
+// forwardFLOPs returns the number of multiplications of a forward pass for one token.
+func (c Config) forwardFLOPs() float64 {
 	heads, kv := float64(c.Heads*c.HeadDim), float64(c.KVHeads*c.HeadDim)
 	layers := 3.0 // layers in a perceptron
 	if c.PlainMLP {
@@ -161,22 +157,7 @@ func (c Config) FLOPs() float64 {
 		flops += block + heads*c.seen(i)
 	}
 
-	for _, p := range c.Planted {
-		if p.Site != blueprints.Stream {
-			continue
-		}
-		specs, _ := c.SeedParams(p) // Check has already validated Planted
-		for _, s := range specs {
-			if len(s.Shape) == 2 {
-				flops += float64(s.Shape[0]) * float64(s.Shape[1])
-			}
-		}
-		if p.Kind == blueprints.Attention.String() {
-			flops += float64(p.Size*c.HeadDim) * c.seen(c.Streams[p.Seed])
-		}
-	}
-
-	return 6 * flops
+	return flops
 }
 
 // seen returns twice the mean number of positions that a token attends to in a block.

@@ -283,7 +283,7 @@ func (r *CheckpointReader) Tensors() (names []string) {
 }
 
 // Config returns the configuration of the model in the checkpoint, which may have grown.
-func (r *CheckpointReader) Config() Config { return r.run.config }
+func (r *CheckpointReader) Config() Config { return r.run.layout.Config }
 
 // Differs reports that the part is set up differently from the part that was saved. Resume then refuses
 // the checkpoint with [ErrSettings], unless the differences are accepted with [WithNewSettings].
@@ -294,7 +294,7 @@ func (r *CheckpointReader) Differs(format string, args ...any) {
 // resumedRun holds the run that Resume has read, before the run's parts load their state.
 type resumedRun struct {
 	*training
-	config  Config      // of the model in the checkpoint
+	layout  layout      // of the model in the checkpoint
 	growing growthState // set by growth
 
 	// lattices returns the state of the lattices once Resume has installed the checkpoint.

@@ -13,11 +13,11 @@ import (
 // are merged into it, and its parameters are then copies. Plain returns an error that names the seed if
 // any other seed affects the model's output. The model must be locked.
 func (m *Model) Plain() (*Model, error) {
-	chunks, now := len(m.Config.Kasmina), modelState{Config: m.Config, Params: m.Params}
+	chunks, now := len(m.Config.Kasmina), modelState{layout: m.layout(), Params: m.Params}
 	for layer, r := range m.Kasmina.Report() {
 		var ripe []int
 		for _, seed := range r.Seeds {
-			_, planted := m.Config.PlantedAt(r.Site, seed.Seed)
+			_, planted := m.layout().PlantedAt(r.Site, seed.Seed)
 			switch {
 			case layer < chunks && seed.Slot != 0 && seed.Alpha != 0:
 				return nil, fmt.Errorf("seed %d of the Kasmina layer after block %d is %v with α "+
@@ -44,7 +44,7 @@ func (m *Model) Plain() (*Model, error) {
 		return m.merged()
 	}
 
-	if len(m.Config.Planted) == 0 {
+	if len(m.Planted) == 0 {
 		return m, nil
 	}
 
@@ -61,7 +61,7 @@ func (m *Model) Plain() (*Model, error) {
 // Plain returns the configuration without the settings that transformers does not know.
 func (c Config) Plain() Config {
 	c.Kasmina, c.Seeds, c.Slots, c.SlotWidth, c.Depth, c.Grown = nil, 0, 0, 0, 0, nil
-	c.Weights, c.Streams, c.LoRAAlpha, c.Planted = nil, nil, 0, nil
+	c.Weights, c.Streams, c.LoRAAlpha = nil, nil, 0
 	c.ZeroOutputs = false
 	c.Adapter = LoRA{}
 	return c

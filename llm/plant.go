@@ -34,7 +34,7 @@ func (p *planting) none() bool {
 
 // asked returns the changes that the stages of the seeds require.
 func (g *growth) asked() (p planting) {
-	c := g.t.Model.Config
+	c := g.t.Model.layout()
 	for layer, l := range g.t.Model.Kasmina.Lattices() {
 		where := l.Site()
 		if where != blueprints.Weight && where != blueprints.Stream {
@@ -134,7 +134,7 @@ func (g *growth) obeySeeds(p planting) error {
 	growing.twin = growing.twin.with(p.plant, g.t.last.Step)
 
 	if len(p.plant)+len(p.gone)+len(p.merge) > 0 {
-		if err := g.canReshape(next.Config); err != nil {
+		if err := g.canReshape(next.layout); err != nil {
 			return g.refuse(p, err, began)
 		}
 		if err := g.t.driver.change(now, next, scale); err != nil {
@@ -181,7 +181,7 @@ func (g *growth) settled(now modelState, p planting) (next modelState, growing g
 
 	if i := growing.snapshots.find(p.gone...); i >= 0 {
 		back := growing.snapshots[i]
-		next, scale = next.Back(back.modelState, next.Config), back.scale
+		next, scale = next.Back(back.modelState, next.layout), back.scale
 		growing.snapshots = growing.snapshots.rolledBackTo(i)
 	}
 

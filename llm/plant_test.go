@@ -111,7 +111,7 @@ func TestSitesResume(t *testing.T) {
 				return whole.Save(path(e.Step))
 			})
 			require.NoError(t, whole.Run(context.Background()))
-			require.Empty(t, whole.Model.Config.Planted)
+			require.Empty(t, whole.Model.Planted)
 			want := learntBy(t, whole)
 			for step := 1; step < steps; step++ {
 				tr := newTrainer(t, options)
@@ -163,7 +163,7 @@ func TestSitesWhileDepthGrows(t *testing.T) {
 			})
 			require.NoError(t, whole.Run(context.Background()))
 			want := learntBy(t, whole)
-			require.Empty(t, whole.Model.Config.Planted)
+			require.Empty(t, whole.Model.Planted)
 			require.Empty(t, whole.growth.snapshots)
 			require.Equal(t, map[state.Stage]int{state.Fossilized: 5, state.RolledBack: 3}[last],
 				whole.Model.Config.Layers)
@@ -216,12 +216,12 @@ func TestIsolation(t *testing.T) {
 		train(blueprints.Stream, blueprints.Perceptron, 0, 1, 2),
 		train(blueprints.Stream, blueprints.Attention, 0, 2)} {
 		tr := run(sited(), commands)
-		require.NotEmpty(t, tr.Model.Config.Planted)
+		require.NotEmpty(t, tr.Model.Planted)
 		got := learntBy(t, tr)
 		for name, bits := range want {
 			require.Equal(t, bits, got[name], name)
 		}
-		for _, p := range tr.Model.Config.Planted {
+		for _, p := range tr.Model.Planted {
 			last := ""
 			for _, q := range tr.Model.Params { // the last one writes to the stream or the weight
 				if strings.HasPrefix(q.Name, p.Prefix()) {
@@ -261,22 +261,27 @@ func TestSitesRefuse(t *testing.T) {
 	}
 
 	require.NoError(t, tr.Run(context.Background()))
-	require.Empty(t, tr.Model.Config.Planted)
+	require.Empty(t, tr.Model.Planted)
 	for want, change := range map[string]func(*Config){
 		"Weights[0].Layer": func(c *Config) { c.Weights[0].Layer = "x" },
 		"Weights[1].Block": func(c *Config) { c.Weights[1].Block = 2 },
 		"Streams[0]":       func(c *Config) { c.Streams = []int{-1} },
 		"LoRAAlpha":        func(c *Config) { c.LoRAAlpha = -1 },
-		"Planted[0]": func(c *Config) {
-			c.Planted = []Planted{{Site: blueprints.Weight, Seed: 9, Kind: "LoRA", Size: 1}}
-		},
-		"Planted[1] is out of order": func(c *Config) {
-			p := Planted{Site: blueprints.Weight, Seed: 1, Kind: "LoRA", Size: 1}
-			c.Planted = []Planted{p, p}
-		}} {
+	} {
 		c := sited()
 		change(&c)
 		require.ErrorContains(t, c.Check(), want)
+	}
+
+	p := Planted{Site: blueprints.Weight, Seed: 1, Kind: "LoRA", Size: 1}
+	elsewhere := p
+	elsewhere.Seed = 9
+	for want, planted := range map[string][]Planted{
+		"planted blueprint 0: seed 9":          {elsewhere},
+		"planted blueprint 1 is out of order":  {p, p},
+		"planted blueprint 1 is out of order:": {p, {Site: p.Site, Kind: p.Kind, Size: 1}},
+	} {
+		require.ErrorContains(t, layout{sited(), planted}.Check(), want)
 	}
 }
 

@@ -261,6 +261,7 @@ func shared[T any](t *Trainer, what string, own T) (T, error) {
 // A rankModel is what ranks compare of their models besides parameters and lattices.
 type rankModel struct {
 	Config
+	Planted        []Planted
 	KasminaOptions KasminaOptions
 }
 
@@ -274,7 +275,8 @@ func (r *team) compare() error {
 	err := pull(r.t.Model)
 	own := ranks.Stand[rankModel]{Step: r.t.last.Step, Steps: r.t.Config.Steps, Settings: r.t.settings(),
 		Loader: r.t.Loader.State(),
-		Config: rankModel{r.t.Model.Config, r.t.Model.KasminaOptions}, Lattices: r.t.Model.Kasmina.Digest(),
+		Config: rankModel{r.t.Model.Config, r.t.Model.Planted,
+			r.t.Model.KasminaOptions}, Lattices: r.t.Model.Kasmina.Digest(),
 		Documents: r.t.Loader.KnowsDocuments()}
 	for _, p := range r.t.Model.Params {
 		own.Params = crc32.Update(own.Params, crc32.IEEETable, safetensors.Memory(p.Value.Data()))

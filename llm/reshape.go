@@ -103,7 +103,7 @@ func (g *growth) graft(s state.SeedReport) error {
 
 // growBlocks is graft without the consequences for the seed.
 func (g *growth) growBlocks(grown Grown) error {
-	next := g.t.Model.Config.Grow(grown)
+	next := g.t.Model.layout().Grow(grown)
 	if err := g.canReshape(next); err != nil {
 		return err
 	}
@@ -166,8 +166,8 @@ func (g *growth) takeBack(s state.SeedReport) error {
 	}
 
 	b := g.snapshots[i]
-	c := b.Config
-	c.Planted = m.Config.Planted
+	c := b.layout
+	c.Planted = m.Planted
 	if err := g.canReshape(c); err != nil {
 		return err
 	}
@@ -223,7 +223,7 @@ func (g *growth) rollBack(seeds []state.Address) error {
 }
 
 // canReshape returns an error if the model cannot change to another configuration.
-func (g *growth) canReshape(next Config) error {
+func (g *growth) canReshape(next layout) error {
 	if trainersOf(g.t.Model) > 1 {
 		return errors.New("another trainer of the model is open, and its graphs depend on the " +
 			"current blocks: close it")

@@ -89,7 +89,7 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 		return err
 	}
 
-	resumed := &resumedRun{training: run, config: c, lattices: t.Model.Kasmina.Arrays}
+	resumed := &resumedRun{training: run, layout: c, lattices: t.Model.Kasmina.Arrays}
 	install, differences, err := t.loadStates(ctx, f, resumed)
 	if err != nil {
 		return err
@@ -105,13 +105,13 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 		return err
 	}
 
-	other := !t.Model.Config.SameBlocks(c)
+	other := !t.Model.layout().SameBlocks(c)
 	if other && trainersOf(t.Model) > 1 {
 		return f.Errorf("its model has other blocks, and another trainer of the model is open: " +
 			"close it")
 	}
 
-	read := modelState{Config: c, Params: params, Moments: optimizer}
+	read := modelState{layout: c, Params: params, Moments: optimizer}
 	if err := t.setStates(run, resumed.growing, read); err != nil {
 		return f.Errorf("%w", err)
 	}
@@ -134,8 +134,8 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 // runIn reads the state of a run from a file and checks that the trainer can continue it. It also returns
 // the model's configuration, which may have more blocks than the original one, and the accepted
 // differences in settings.
-func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, Config, []string, error) {
-	c, err := configIn(f)
+func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, layout, []string, error) {
+	c, err := layoutIn(f)
 	if err != nil {
 		return nil, c, nil, err
 	}
@@ -283,7 +283,7 @@ func (t *Trainer) setStates(run *training, growing growthState, read modelState)
 		return err
 	}
 
-	own := modelState{Config: t.Model.Config, Params: t.Model.Params,
+	own := modelState{layout: t.Model.layout(), Params: t.Model.Params,
 		Moments: t.Optimizer.State()}
 	loader, scale := t.Loader.State(), t.driver.lossScale()
 	known := own.Params

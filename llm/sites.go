@@ -1,7 +1,6 @@
 package llm
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"math"
@@ -383,69 +382,7 @@ func (c Config) checkSites() error {
 		}
 	}
 
-	for i, p := range c.Planted {
-		if i > 0 && comparePlanted(c.Planted[i-1], p) >= 0 {
-			return fmt.Errorf("llm: Config.Planted[%d] is out of order: seed %d of site %v", i,
-				p.Seed, p.Site)
-		}
-		if _, err := c.SeedParams(p); err != nil {
-			return fmt.Errorf("llm: Config.Planted[%d]: %w", i, err)
-		}
-	}
-
 	return nil
-}
-
-// comparePlanted defines the order of Config.Planted.
-func comparePlanted(a, b Planted) int {
-	return cmp.Or(cmp.Compare(a.Site, b.Site), cmp.Compare(a.Seed, b.Seed))
-}
-
-// Plant returns the configuration with p added.
-func (c Config) Plant(p Planted) Config {
-	c.Planted = append(slices.Clone(c.Planted), p)
-	slices.SortFunc(c.Planted, comparePlanted)
-	return c
-}
-
-// Uproot returns the configuration without the blueprint of a seed.
-func (c Config) Uproot(site blueprints.Site, seed int) Config {
-	c.Planted = slices.DeleteFunc(slices.Clone(c.Planted), func(p Planted) bool {
-		return p.Site == site && p.Seed == seed
-	})
-	if len(c.Planted) == 0 {
-		c.Planted = nil
-	}
-	return c
-}
-
-// PlantedAt returns the blueprint planted at a seed.
-func (c Config) PlantedAt(site blueprints.Site, seed int) (p Planted, ok bool) {
-	i := slices.IndexFunc(c.Planted, func(p Planted) bool {
-		return p.Site == site && p.Seed == seed
-	})
-	if i < 0 {
-		return p, false
-	}
-	return c.Planted[i], true
-}
-
-// GrowStream returns the configuration after the blueprint of a stream seed has become a block. Later
-// stream seeds at the same place move after the new block.
-func (c Config) GrowStream(g Grown) Config {
-	if g.Seed < 0 || g.Seed >= len(c.Streams) {
-		return c // no such seed
-	}
-
-	behind := c.Streams[g.Seed]
-	next := c.Grow(g).Uproot(blueprints.Stream, g.Seed)
-	for i, b := range c.Streams {
-		if b == behind && i > g.Seed {
-			next.Streams[i]++
-		}
-	}
-
-	return next
 }
 
 // StreamOrder returns the order of blocks with a new one inserted at a seed of the stream.

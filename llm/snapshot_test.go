@@ -198,7 +198,7 @@ func TestResumeInTheSameTrainer(t *testing.T) {
 	size = 3
 	require.NoError(t, tr.Resume(t.Context(), filepath.Join(dir, "2")))
 	require.NoError(t, tr.Run(t.Context()))
-	require.Len(t, tr.Model.Config.Planted, 1)
+	require.Len(t, tr.Model.Planted, 1)
 	straight := start()
 	require.NoError(t, straight.Run(t.Context()))
 	require.True(t, bytes.Equal(fileOf(t, straight), fileOf(t, tr)))
@@ -307,7 +307,7 @@ func TestRollbackWithoutMemory(t *testing.T) {
 func TestTwinSurvivesARefusedPlanting(t *testing.T) {
 	r := growthRun{config: querySites(), steps: 18,
 		engine: func(tr *Trainer, m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
-			if len(m.Config.Planted) > 1 {
+			if len(m.Planted) > 1 {
 				return nil, errNoMemory
 			}
 			return CPUEngine()(m, o, c)
@@ -525,7 +525,7 @@ func TestResumeWhileSampling(t *testing.T) {
 
 	require.NoError(t, tr.Run(t.Context()))
 	require.NoError(t, <-resumed)
-	require.Len(t, tr.Model.Config.Planted, 1)
+	require.Len(t, tr.Model.Planted, 1)
 	require.False(t, slices.ContainsFunc(tr.Model.Params, func(p Param) bool { return p.Value == nil }))
 }
 
@@ -574,7 +574,7 @@ func TestRefusedPlantingStartsNoTrial(t *testing.T) {
 		1: {{Action: state.Germinate, Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}},
 			move(state.Training), move(state.Grafting), move(state.Stabilization)}},
 		engine: func(tr *Trainer, m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
-			if len(m.Config.Planted) > 0 {
+			if len(m.Planted) > 0 {
 				refused = true
 				return nil, errNoMemory
 			}
@@ -585,7 +585,7 @@ func TestRefusedPlantingStartsNoTrial(t *testing.T) {
 	require.NoError(t, tr.Run(t.Context()))
 	require.True(t, refused)
 	require.Nil(t, tr.growth.twin)
-	require.Empty(t, tr.Model.Config.Planted)
+	require.Empty(t, tr.Model.Planted)
 
 	plain := r
 	plain.controller = script{}
@@ -622,7 +622,7 @@ func TestTwinCannotBeUnloaded(t *testing.T) {
 func TestPlantingRefusedAsAnotherEnds(t *testing.T) {
 	r := growthRun{config: querySites(), steps: 8,
 		engine: func(tr *Trainer, m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
-			for _, p := range m.Config.Planted {
+			for _, p := range m.Planted {
 				if p.Seed == 1 {
 					return nil, errNoMemory
 				}
@@ -650,7 +650,7 @@ func TestPlantingRefusedAsAnotherEnds(t *testing.T) {
 	})
 
 	require.NoError(t, tr.Run(t.Context()))
-	require.Empty(t, tr.Model.Config.Planted)
+	require.Empty(t, tr.Model.Planted)
 	stage, err := tr.Model.Kasmina.Lattice(0).Stage(1)
 	require.NoError(t, err)
 	require.Equal(t, state.Cancelled, stage)

@@ -311,8 +311,7 @@ var errUnplanted = errors.New("the model is frozen (TrainConfig.Frozen), and not
 // plantFirst lets the controller of a frozen model decide before the first step that could train a
 // blueprint.
 func (g *growth) plantFirst() error {
-	c := g.t.Model.Config
-	if !g.t.Config.Frozen || len(c.Planted) > 0 || g.options == nil || anyAwake(g.t.Model.Kasmina) {
+	if !g.t.Config.Frozen || len(g.t.Model.Planted) > 0 || g.options == nil || anyAwake(g.t.Model.Kasmina) {
 		return nil
 	}
 

@@ -666,7 +666,7 @@ func (g *growth) settleGrowth() error {
 		return fmt.Errorf("llm: the trial of blueprints: %w", err)
 	}
 
-	if g.t.Config.Frozen && len(g.t.Model.Config.Planted) == 0 {
+	if g.t.Config.Frozen && len(g.t.Model.Planted) == 0 {
 		return fmt.Errorf("llm: Trainer.Run: %w", errUnplanted)
 	}
 
@@ -679,7 +679,7 @@ func (t *Trainer) count(loss float64, u update, began time.Time) error {
 	t.note(func(e *Event) {
 		e.Step, e.Loss, e.LearningRate, e.GradNorm = e.Step+1, loss, u.rate, u.norm
 		e.RunTokens += int64(e.StepTokens)
-		e.RunFLOPs += float64(e.StepTokens) * t.Model.Config.FLOPs()
+		e.RunFLOPs += float64(e.StepTokens) * t.Model.layout().FLOPs()
 	})
 
 	if err := t.growth.finishStep(loss, u); err != nil {
@@ -730,7 +730,7 @@ func (t *Trainer) spend(began time.Time) error {
 
 // stepFLOPs returns the number of operations in a step.
 func (t *Trainer) stepFLOPs() float64 {
-	return float64(t.last.StepTokens) * t.Model.Config.FLOPs()
+	return float64(t.last.StepTokens) * t.Model.layout().FLOPs()
 }
 
 // noteEnd updates the budget in the latest event and whether the run has made its last step.

@@ -841,7 +841,7 @@ func TestAdapters(t *testing.T) {
 				if e.Kind != StepEnd {
 					return nil
 				}
-				require.NotEmpty(t, whole.Model.Config.Planted)
+				require.NotEmpty(t, whole.Model.Planted)
 				require.Equal(t, before, hostBits(t, whole), "step %d", e.Step)
 				return whole.Save(path(e.Step))
 			})
@@ -856,7 +856,7 @@ func TestAdapters(t *testing.T) {
 			last, err := whole.driver.loss(b)
 			require.NoError(t, err)
 			require.Less(t, last, first)
-			require.Empty(t, whole.Model.Config.Planted)
+			require.Empty(t, whole.Model.Planted)
 			want := learntBy(t, whole)
 			require.NotEqual(t, before, want)
 			lines := record.String()
@@ -892,7 +892,7 @@ func TestAdaptersBudget(t *testing.T) {
 	require.NoError(t, tr.Run(context.Background()))
 	require.InDelta(t, budget, tr.Model.NumParams()-host, 32)
 	require.LessOrEqual(t, tr.Model.NumParams()-host, budget)
-	for _, p := range tr.Model.Config.Planted {
+	for _, p := range tr.Model.Planted {
 		square := 0.0
 		for _, v := range tr.Model.Param(p.Prefix() + "a").Float32s() {
 			square += float64(v) * float64(v)
@@ -914,7 +914,7 @@ func TestFrozenAlone(t *testing.T) {
 
 	require.NoError(t, tr.Model.Kasmina.Do(commands...))
 	require.NoError(t, tr.Run(context.Background()))
-	require.Len(t, tr.Model.Config.Planted, 1)
+	require.Len(t, tr.Model.Planted, 1)
 
 	for want, change := range map[string]func(*trainerOptions){
 		"TrainConfig.Frozen is set":   func(o *trainerOptions) { o.config.Weights = nil },

@@ -102,7 +102,7 @@ func (g *growth) grafted() (all []state.Address) {
 			continue
 		}
 		for _, seed := range l.Grafted() {
-			_, planted := g.t.Model.Config.PlantedAt(site, seed)
+			_, planted := g.t.Model.layout().PlantedAt(site, seed)
 			if planted || site == blueprints.Chunk {
 				all = append(all, state.Address{Layer: layer, Seed: seed})
 			}

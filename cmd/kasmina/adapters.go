@@ -101,16 +101,16 @@ func (a *adapters) parameters(c llm.Config) (all int, err error) {
 }
 
 // describe lists the adapters by layer.
-func (a *adapters) describe(c llm.Config) string {
+func (a *adapters) describe(m *llm.Model) string {
 	byLayer := map[string]int{}
-	for _, p := range c.Planted {
-		byLayer[c.Weights[p.Seed].Layer] += p.Size
+	for _, p := range m.Planted {
+		byLayer[m.Config.Weights[p.Seed].Layer] += p.Size
 	}
 	var all []string
 	for _, l := range adapterLayers {
 		all = append(all, fmt.Sprintf("%s %d", l, byLayer[l]))
 	}
-	return fmt.Sprintf("%d adapters, their ranks by layer: %s", len(c.Planted), strings.Join(all, ", "))
+	return fmt.Sprintf("%d adapters, their ranks by layer: %s", len(m.Planted), strings.Join(all, ", "))
 }
 
 var errAdaptersGrow = errors.New("--adapters and --grow are given: want one of them")
@@ -118,9 +118,9 @@ var errAdaptersGrow = errors.New("--adapters and --grow are given: want one of t
 // report returns a callback that prints the adapters when they are planted or merged.
 func (a *adapters) report(t *llm.Trainer, c *cobra.Command) llm.Callback {
 	return func(e llm.Event) error {
-		if e.Kind == llm.Reshaped && slices.ContainsFunc(t.Model.Config.Planted,
+		if e.Kind == llm.Reshaped && slices.ContainsFunc(t.Model.Planted,
 			func(p llm.Planted) bool { return p.Kind == blueprints.LoRA.String() }) {
-			fmt.Fprintln(c.ErrOrStderr(), a.describe(t.Model.Config))
+			fmt.Fprintln(c.ErrOrStderr(), a.describe(t.Model))
 		}
 		return nil
 	}

@@ -639,7 +639,7 @@ func (f *frozen) look(r *rig) {
 		return
 	}
 
-	for _, planted := range m.Config.Planted {
+	for _, planted := range m.Planted {
 		for layer, l := range m.Kasmina.Lattices() {
 			if l.Site() != planted.Site {
 				continue

@@ -4,6 +4,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -12,18 +13,31 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// planted returns a model with fossilized blueprints that have random parameters and haven't been merged
-// yet, as at the end of a run.
+// tokens is a text in which all ids of a vocabulary occur.
+type tokens struct{ vocab int }
+
+func (k tokens) Tokenizer() string   { return "ids" }
+func (k tokens) VocabSize() int      { return k.vocab }
+func (k tokens) Len() int64          { return 1000 }
+func (k tokens) Fingerprint() string { return "ids" }
+
+func (k tokens) ReadTokens(dst []int, offset int64) error {
+	for i := range dst {
+		dst[i] = (int(offset) + 7*i) % k.vocab
+	}
+	return nil
+}
+
+// planted returns a model in which a run has planted blueprints, with random parameters. Their seeds are in
+// stage Training.
 func planted(t *testing.T, c llm.Config, all ...llm.Planted) *llm.Model {
 	t.Helper()
-	for _, p := range all {
-		c = c.Plant(p)
-	}
-
 	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
 	m, err := llm.NewModelFrom(c, tensor.Float32, func(p llm.Param) error {
 		for i := range p.Value.Float32s() {
@@ -31,30 +45,50 @@ func planted(t *testing.T, c llm.Config, all ...llm.Planted) *llm.Model {
 		}
 		return nil
 	}, state.WithoutGates())
-
 	require.NoError(t, err)
+
+	for _, p := range all {
+		kind, ok := blueprints.ByName(p.Kind)
+		require.True(t, ok)
+		layer := m.LayerAt(p.Site)
+		require.NoError(t, m.Kasmina.Do(state.Command{Action: state.Germinate, Layer: layer, Seed: p.Seed,
+			Request: state.GerminationRequest{Kind: kind, Size: p.Size}},
+			state.Command{Action: state.Move, Layer: layer, Seed: p.Seed, To: state.Training}))
+	}
+
+	loader, err := data.NewLoader(tokens{c.Vocab}, data.LoaderConfig{Batch: 1, Seq: c.Seq})
+	require.NoError(t, err)
+	optimizer, err := optim.NewAdamW()
+	require.NoError(t, err)
+	tr, err := llm.NewTrainer(m, loader, optimizer, llm.TrainConfig{Steps: 1, Batch: 1,
+		Schedule: optim.Constant(1e-3)})
+	require.NoError(t, err)
+	require.NoError(t, tr.Run(t.Context()))
+	require.NoError(t, tr.Close())
+	require.Len(t, m.Planted, len(all))
+
 	for _, p := range all {
 		for _, q := range m.Params {
-			if len(q.Name) > len(p.Prefix()) && q.Name[:len(p.Prefix())] == p.Prefix() {
+			if strings.HasPrefix(q.Name, p.Prefix()) {
 				for i := range q.Value.Float32s() {
 					q.Value.Float32s()[i] = float32(0.1 * r.NormFloat64())
 				}
 			}
 		}
-		kind, ok := blueprints.ByName(p.Kind)
-		require.True(t, ok)
-		commands := []state.Command{{Action: state.Germinate,
-			Request: state.GerminationRequest{Kind: kind, Size: p.Size}}}
-		for stage := state.Training; stage <= state.Fossilized; stage++ {
-			commands = append(commands, state.Command{Action: state.Move, To: stage})
-		}
-		for i := range commands {
-			commands[i].Layer, commands[i].Seed = m.LayerAt(p.Site), p.Seed
-		}
-		require.NoError(t, m.Kasmina.Do(commands...))
 	}
 
 	return m
+}
+
+// fossilize fossilizes the planted blueprints of a model. They are not merged yet, as at the end of a run.
+func fossilize(t *testing.T, m *llm.Model) {
+	t.Helper()
+	for _, p := range m.Planted {
+		for stage := state.Grafting; stage <= state.Fossilized; stage++ {
+			require.NoError(t, m.Kasmina.Do(state.Command{Action: state.Move, Layer: m.LayerAt(p.Site),
+				Seed: p.Seed, To: stage}))
+		}
+	}
 }
 
 // logits returns the logits after a few tokens.
@@ -100,6 +134,7 @@ func TestMergedLoads(t *testing.T) {
 			}
 			t.Run(name, func(t *testing.T) {
 				m := planted(t, c, all...)
+				fossilize(t, m)
 				want := logits(t, m)
 				again, err := hf.Plain(m)
 				require.NoError(t, err)
@@ -132,15 +167,8 @@ func distance(a, b []float32) float64 {
 func TestUnmergedIsRefused(t *testing.T) {
 	c := llm.Config{Vocab: 40, Dim: 24, Layers: 1, Heads: 2, Seq: 16}.Default()
 	c.Weights = c.WeightSites("q")
-	m := planted(t, c.Plant(llm.Planted{Site: blueprints.Weight, Kind: "LoRA", Size: 2}))
-	for _, to := range []state.Stage{state.Germinated, state.Training, state.Grafting} {
-		command := state.Command{Action: state.Move, To: to}
-		if to == state.Germinated {
-			command = state.Command{Action: state.Germinate,
-				Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}}
-		}
-		require.NoError(t, m.Kasmina.Do(command))
-	}
+	m := planted(t, c, llm.Planted{Site: blueprints.Weight, Kind: "LoRA", Size: 2})
+	require.NoError(t, m.Kasmina.Do(state.Command{Action: state.Move, To: state.Grafting}))
 
 	require.NoError(t, hf.SavePretrained(t.Context(), filepath.Join(t.TempDir(), "isolated"), m))
 	require.NoError(t, m.Kasmina.Do(state.Command{Action: state.SetAlpha, Alpha: 0.5}))

@@ -38,6 +38,7 @@ const (
 
 	ConfigKey   = "kasmina.config"
 	TrainingKey = "kasmina.training"
+	PlantedKey  = "kasmina.planted"
 	OptionsKey  = "kasmina.options" // of the Kasmina layers
 	NotesKey    = "kasmina.notes"
 	PartKey     = "kasmina.part." // followed by a part's name
