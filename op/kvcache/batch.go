@@ -144,8 +144,8 @@ type BatchAttentionOp struct {
 }
 
 // BatchAttention computes the attention of each row's token to itself and to the earlier tokens of its
-// sequence, and keeps its key and value, as [Attention] does for a single token. The spans say to which
-// sequence and position a row belongs. Layer is the index of the attention layer in the model.
+// sequence, and keeps its key and value, as [Attention] does for a single token. The spans assign
+// the rows to sequences and positions. Layer is the index of the attention layer in the model.
 //
 // q and y are [rows, Heads·HeadDim], and k and v are [rows, KVHeads·HeadDim]. All are float32 or all are
 // float64. The op has no gradient.
