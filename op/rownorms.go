@@ -89,6 +89,11 @@ func rowNorms[T cpu.Float](o *RowNormsOp, y []T, args opbase.Args) error {
 // DiffWRT reports that gradients treat the norms as constants.
 func (o *RowNormsOp) DiffWRT(int) []bool { return []bool{false, false, false} }
 
+// DoDiff adds nothing to the gradients of w, a and b, because gradients treat the norms as constants.
+func (o *RowNormsOp) DoDiff(gorgonia.ExecutionContext, gorgonia.Nodes, *gorgonia.Node) error {
+	return nil
+}
+
 // SymDiff returns an error, because the op is not differentiable.
 func (o *RowNormsOp) SymDiff(gorgonia.Nodes, *gorgonia.Node, *gorgonia.Node) (gorgonia.Nodes, error) {
 	return nil, errors.New("op.RowNorms is not differentiable")

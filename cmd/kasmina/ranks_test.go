@@ -282,7 +282,7 @@ func TestRanksJob(t *testing.T) {
 	}
 
 	_, err = ranksJob(training("x", "--gpus", "2"))
-	require.ErrorContains(t, err, "Slurm has started a process")
+	require.ErrorContains(t, err, "Slurm has already started the processes")
 	_, err = kasmina(t, training("x")...)
 	require.ErrorContains(t, err, "environment of Slurm: no usable secret")
 	require.ErrorContains(t, err, "KASMINA_SECRET")
