@@ -1,11 +1,12 @@
-// Package sampler draws tokens from a model's logits. It supports temperature, top-k and top-p, and the
-// tokens drawn are reproducible from a seed.
+// Package sampler draws tokens from a model's logits. It supports temperature, top-k, top-p, min-p,
+// penalties for repeated tokens, and biases, and the tokens drawn are reproducible from a seed.
 package sampler
 
 import (
 	"cmp"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"math/rand/v2"
 	"slices"
@@ -24,6 +25,28 @@ type Config struct {
 	//
 	// In other programs a top_p of 0 keeps only the most probable token: use [MostProbable] for that.
 	TopP float64
+	// MinP in [0, 1] keeps only tokens that are at least MinP times as probable as the most probable
+	// one; 0 keeps all. It applies after TopK and TopP. (Nguyen et al., "Turning up the heat: min-p
+	// sampling for creative and coherent LLM outputs", 2025.)
+	MinP float64
+
+	// Repetition r > 0 divides the positive logits of tokens that have occurred, in the text given to
+	// Observe or among the tokens drawn, by r, and multiplies their negative logits by r. 0 and 1 change
+	// nothing. (Keskar et al., "CTRL: a conditional transformer language model for controllable
+	// generation", 2019.)
+	Repetition float64
+	// Presence is subtracted from the logits of tokens that the sampler has drawn before.
+	Presence float64
+	// Frequency is subtracted from a token's logit once for each time that the sampler has drawn it.
+	Frequency float64
+	// Bias is added to the logits of the given tokens. -Inf rules a token out.
+	Bias map[int]float64
+
+	// LogProbs makes Draw compute the log-probabilities that LogProb and Top return. Top has the
+	// given number of tokens.
+	LogProbs bool
+	Top      int
+
 	// Vocab is the size of the tokenizer's vocabulary if the model's is larger: ids of Vocab and above
 	// are never drawn. If it is 0, all logits count.
 	Vocab int
@@ -49,6 +72,18 @@ type Sampler struct {
 	config  Config
 	source  *rand.PCG
 	choices []choice // scratch memory of Draw
+
+	drawn    map[int]int  // how often each token has been drawn, if a penalty needs it
+	occurred map[int]bool // tokens drawn or observed, if Repetition needs them
+
+	logProb float64 // of the last token drawn
+	top     []TokenProb
+}
+
+// A TokenProb is a token with its log-probability.
+type TokenProb struct {
+	ID      int
+	LogProb float64
 }
 
 // A choice is a token with its logit and its probability relative to the most probable token.
@@ -68,15 +103,79 @@ func New(c Config) (*Sampler, error) {
 		return nil, fmt.Errorf("sampler: New: TopK is %d, want at least 0", c.TopK)
 	case !(c.TopP >= 0 && c.TopP <= 1):
 		return nil, fmt.Errorf("sampler: New: TopP is %v, want 0 to 1", c.TopP)
+	case !(c.MinP >= 0 && c.MinP <= 1):
+		return nil, fmt.Errorf("sampler: New: MinP is %v, want 0 to 1", c.MinP)
+	case !(c.Repetition >= 0) || math.IsInf(c.Repetition, 1):
+		return nil, fmt.Errorf("sampler: New: Repetition is %v, want a finite number of at least 0",
+			c.Repetition)
+	case c.Presence-c.Presence != 0:
+		return nil, fmt.Errorf("sampler: New: Presence is %v, want a finite number", c.Presence)
+	case c.Frequency-c.Frequency != 0:
+		return nil, fmt.Errorf("sampler: New: Frequency is %v, want a finite number", c.Frequency)
+	case c.Top < 0:
+		return nil, fmt.Errorf("sampler: New: Top is %d, want at least 0", c.Top)
+	case c.Top > 0 && !c.LogProbs:
+		return nil, fmt.Errorf("sampler: New: Top is %d without LogProbs", c.Top)
 	case c.Vocab < 0:
 		return nil, fmt.Errorf("sampler: New: Vocab is %d, want at least 0", c.Vocab)
 	}
 
-	return &Sampler{config: c, source: rand.NewPCG(c.Seed, 0)}, nil
+	for _, id := range slices.Sorted(maps.Keys(c.Bias)) {
+		if bias := c.Bias[id]; id < 0 || math.IsNaN(bias) || math.IsInf(bias, 1) {
+			return nil, fmt.Errorf("sampler: New: Bias[%d] is %v, want ids of at least 0, and finite "+
+				"numbers or -Inf", id, bias)
+		}
+	}
+
+	c.Bias = maps.Clone(c.Bias)
+	s := &Sampler{config: c, source: rand.NewPCG(c.Seed, 0)}
+	if c.Presence != 0 || c.Frequency != 0 {
+		s.drawn = map[int]int{}
+	}
+	if c.Repetition != 0 && c.Repetition != 1 {
+		s.occurred = map[int]bool{}
+	}
+	return s, nil
 }
 
+// Observe tells the sampler about tokens that it has not drawn, such as those of a prompt. Repetition
+// applies to them.
+func (s *Sampler) Observe(ids ...int) {
+	if s.occurred == nil {
+		return
+	}
+	for _, id := range ids {
+		s.occurred[id] = true
+	}
+}
+
+// adjusted returns the logit of a token after penalties and bias.
+func (s *Sampler) adjusted(id int, logit float64) float64 {
+	if s.occurred[id] {
+		if logit > 0 {
+			logit /= s.config.Repetition
+		} else {
+			logit *= s.config.Repetition
+		}
+	}
+
+	if n := s.drawn[id]; n > 0 {
+		logit -= s.config.Presence + float64(n)*s.config.Frequency
+	}
+
+	return logit + s.config.Bias[id]
+}
+
+// LogProb returns the log-probability of the last token drawn. It is that of the model: neither
+// temperature nor any other setting changes it, except that tokens outside Vocab do not count.
+func (s *Sampler) LogProb() float64 { return s.logProb }
+
+// Top returns the tokens that were most probable at the last draw, in order, and their
+// log-probabilities, as LogProb defines them. The next draw overwrites them.
+func (s *Sampler) Top() []TokenProb { return s.top }
+
 // Draw returns the id of the next token without modifying the logits. A logit of -Inf rules a token out.
-// If a logit is NaN or +Inf, or all are -Inf, Draw returns an error and the random state doesn't advance.
+// If a logit is NaN or +Inf, or all are -Inf, Draw returns an error and the sampler's state doesn't change.
 func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 	if s == nil {
 		return 0, fmt.Errorf("sampler: Draw: the sampler is nil")
@@ -95,8 +194,12 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 		limit = min(limit, k)
 	}
 
+	changed := s.drawn != nil || s.occurred != nil || len(s.config.Bias) > 0
 	for i, logit := range logits {
 		l := float64(logit)
+		if changed && l-l == 0 {
+			l = s.adjusted(i, l)
+		}
 		if l-l != 0 {
 			if math.IsInf(l, -1) {
 				continue
@@ -110,11 +213,53 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 		return 0, fmt.Errorf("sampler: Draw: none of %d logits is more than -Inf", len(logits))
 	}
 
-	if s.config.Temperature == 0 {
-		return s.choices[0].id, nil
+	id := s.choices[0].id
+	if s.config.Temperature > 0 {
+		id = s.draw(s.candidates())
 	}
 
-	return s.draw(s.candidates()), nil
+	if s.drawn != nil {
+		s.drawn[id]++
+	}
+	s.Observe(id)
+	if s.config.LogProbs {
+		record(s, logits, id)
+	}
+
+	return id, nil
+}
+
+// record computes the log-probabilities of a drawn token and of the most probable ones.
+func record[T float32 | float64](s *Sampler, logits []T, id int) {
+	largest := float64(slices.Max(logits))
+	total := 0.0
+	for _, l := range logits {
+		total += math.Exp(float64(l) - largest)
+	}
+
+	norm := largest + math.Log(total)
+	s.logProb = float64(logits[id]) - norm
+
+	// The tokens found so far are sorted, and as ids increase, later ids lose ties.
+	s.top = s.top[:0]
+	for i, l := range logits {
+		p := TokenProb{ID: i, LogProb: float64(l) - norm}
+		if math.IsInf(p.LogProb, -1) {
+			continue
+		}
+		if len(s.top) == s.config.Top && (s.config.Top == 0 || p.LogProb <= s.top[len(s.top)-1].LogProb) {
+			continue
+		}
+
+		at := len(s.top)
+		for at > 0 && p.LogProb > s.top[at-1].LogProb {
+			at--
+		}
+		if len(s.top) == s.config.Top {
+			s.top = s.top[:len(s.top)-1]
+		}
+		s.top = slices.Insert(s.top, at, p)
+	}
 }
 
 // add considers one more choice and keeps the most probable ones. Once the set is full, it forms a heap
@@ -156,8 +301,19 @@ func moreProbable(a, b choice) int {
 	return cmp.Or(cmp.Compare(b.logit, a.logit), cmp.Compare(a.id, b.id))
 }
 
-// candidates returns the choices that remain after TopK and TopP, with their weights.
+// candidates returns the choices that remain after TopK, TopP and MinP, with their weights.
 func (s *Sampler) candidates() []choice {
+	kept := s.nucleus()
+	if s.config.MinP == 0 {
+		return kept
+	}
+
+	// Weights are relative to the most probable token, which has the weight 1.
+	return slices.DeleteFunc(kept, func(c choice) bool { return c.weight < s.config.MinP })
+}
+
+// nucleus returns the choices that remain after TopK and TopP, with their weights.
+func (s *Sampler) nucleus() []choice {
 	kept := s.choices
 	best := slices.MinFunc(kept, moreProbable).logit
 	if s.config.TopK > 0 || s.config.TopP > 0 {
@@ -202,7 +358,8 @@ func (s *Sampler) draw(kept []choice) int {
 	return kept[0].id // reached only if the subtractions were rounded
 }
 
-// State returns the state of the random number generator, to be saved in a checkpoint.
+// State returns the state of the random number generator, to be saved in a checkpoint. It does not
+// include the tokens that penalties count.
 func (s *Sampler) State() ([]byte, error) {
 	if s == nil || s.source == nil {
 		return nil, errors.New("sampler: Sampler.State: the sampler is nil or its zero value: " +
