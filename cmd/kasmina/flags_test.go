@@ -24,6 +24,9 @@ var ineffective = map[string]string{
 	"generate --top-k":       "generate --model MODEL --prompt Once -n 1 --top-k 5",
 	"generate --top-p":       "generate --model MODEL --prompt Once -n 1 --top-p 0.9",
 	"generate --seed":        "generate --model MODEL --prompt Once -n 1 --seed 3",
+	"chat --top-k":           "chat --model MODEL --top-k 5",
+	"chat --top-p":           "chat --model MODEL --top-p 0.9",
+	"chat --seed":            "chat --model MODEL --seed 3",
 	"train --steps":          "train --model MODEL --data TEXT --out OUT --time 1s --steps 5",
 	"train --preset":         "train --model MODEL --data TEXT --out OUT --preset small",
 	"train --layers":         "train --model MODEL --data TEXT --out OUT --layers 2",
@@ -147,6 +150,8 @@ func TestErrorsNameTheFlag(t *testing.T) {
 		"generate": "generate -m MODEL -p a -n 2 -t 1",
 		"train":    "train -m MODEL -d TEXT -o OUT -n 200 --device cpu",
 		"convert":  "convert -m MODEL -o OUT",
+		"chat":     "chat -m MODEL -t 1",
+		"serve":    "serve -m MODEL --addr 127.0.0.1:0",
 
 		"data check": "data check -m MODEL CHAT",
 	}
@@ -216,6 +221,26 @@ var effects = map[string]effect{
 		"generate -m TINY -p a -n 30 -t 9 --top-p 0"},
 	"generate --seed": {"generate -m TINY -p a -n 30 -t 9", "generate -m TINY -p a -n 30 -t 9 --seed 2"},
 
+	"chat --model":       {"chat -m TINY", "chat --model none"},
+	"chat --n":           {"chat -m TINY", "chat -m TINY --n -1"},
+	"chat --temperature": {"chat -m TINY", "chat -m TINY --temperature -2"},
+	"chat --top-k":       {"chat -m TINY -t 1", "chat -m TINY -t 1 --top-k -2"},
+	"chat --top-p":       {"chat -m TINY -t 1", "chat -m TINY -t 1 --top-p 2"},
+	"chat --device":      {"chat -m TINY", "chat -m TINY --device none"},
+	"chat --precision":   {"chat -m TINY", "chat -m TINY --precision none"},
+
+	"serve --model":     {"serve -m TINY --cors x", "serve --model none"},
+	"serve --addr":      {"serve -m TINY --addr nowhere", "serve -m TINY --addr elsewhere"},
+	"serve --api-key":   {"serve -m TINY --addr nowhere", "serve -m TINY --addr nowhere --api-key="},
+	"serve --context":   {"serve -m TINY --addr nowhere", "serve -m TINY --addr 127.0.0.1:0 --context 129"},
+	"serve --slots":     {"serve -m TINY --addr nowhere", "serve -m TINY --addr nowhere --slots 0"},
+	"serve --queue":     {"serve -m TINY --addr nowhere", "serve -m TINY --addr nowhere --queue -1"},
+	"serve --timeout":   {"serve -m TINY --addr nowhere", "serve -m TINY --addr nowhere --timeout 0"},
+	"serve --max-body":  {"serve -m TINY --addr nowhere", "serve -m TINY --addr nowhere --max-body 0"},
+	"serve --cors":      {"serve -m TINY --addr nowhere", "serve -m TINY --addr nowhere --cors x"},
+	"serve --device":    {"serve -m TINY --addr nowhere", "serve -m TINY --addr 127.0.0.1:0 --device none"},
+	"serve --precision": {"serve -m TINY --addr nowhere", "serve -m TINY --addr 127.0.0.1:0 --precision none"},
+
 	"convert --model":     {"convert -m TINY -o OUT", "convert --model ALTERED -o OUT"},
 	"convert --out":       {"convert -m TINY -o OUT", "convert -m TINY --out OUT/x"},
 	"convert --precision": {"convert -m TINY -o OUT", "convert -m TINY -o OUT --precision f16"},
@@ -270,6 +295,8 @@ var effects = map[string]effect{
 
 // unseen lists the flags without a visible effect in a single process on a CPU, with the reason.
 var unseen = map[string]string{
+	"chat --system":          "TestChat looks for it in the prompt",
+	"chat --seed":            "TestChat compares two seeds",
 	"train --monitor":        "TestTrainFromScratch looks for the table, which has times",
 	"train --grad-precision": "it is for GPUs",
 	"train --tune":           "it is for GPUs",

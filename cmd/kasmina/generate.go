@@ -46,7 +46,18 @@ Standard output receives the prompt and the generated text, token by token, and 
 	o.modelFlag(c)
 	f := c.Flags()
 	f.StringVarP(&o.prompt, "prompt", "p", "", "`text` to continue; - reads it from standard input")
-	f.IntVarP(&o.n, "n", "n", 128, "largest number of tokens to generate")
+	o.samplingFlags(c, 128)
+	f.BoolVar(&o.chat, "chat", false,
+		"take the prompt as a user's message, and apply the model's chat template")
+	markRequired(c, "model")
+	o.machineFlags(c)
+	return c
+}
+
+// samplingFlags adds the flags for drawing up to n tokens.
+func (o *generateOptions) samplingFlags(c *cobra.Command, n int) {
+	f := c.Flags()
+	f.IntVarP(&o.n, "n", "n", n, "largest number of tokens to generate")
 	f.Float64VarP(&o.temperature, "temperature", "t", -1,
 		"divides the logits; 0 selects the most likely token; -1 uses generation_config.json")
 	f.IntVar(&o.topK, "top-k", -1,
@@ -55,11 +66,6 @@ Standard output receives the prompt and the generated text, token by token, and 
 		"draw from the most likely tokens that together reach this probability; 0 selects the most likely token; "+
 			"-1 uses generation_config.json")
 	f.Uint64VarP(&o.seed, "seed", "s", 1, "random seed")
-	f.BoolVar(&o.chat, "chat", false,
-		"take the prompt as a user's message, and apply the model's chat template")
-	markRequired(c, "model")
-	o.machineFlags(c)
-	return c
 }
 
 func (o *generateOptions) run(c *cobra.Command) error {
@@ -222,8 +228,8 @@ func (o *generateOptions) sampler(c *cobra.Command, g hf.Generation, vocab int) 
 	}
 
 	if len(g.Ignored) > 0 {
-		fmt.Fprintf(c.ErrOrStderr(), "note      ignoring %q in generation_config.json, which generate does not support\n",
-			g.Ignored)
+		fmt.Fprintf(c.ErrOrStderr(), "note      ignoring %q in generation_config.json, which %s does not support\n",
+			g.Ignored, c.Name())
 	}
 
 	return s

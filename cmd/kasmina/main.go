@@ -4,6 +4,8 @@
 //	kasmina inspect --model DIR                            # configuration, tensors and memory needed for training
 //	kasmina eval --model DIR --data FILE --seq 512         # loss and bits per byte of a text
 //	kasmina generate --model DIR --prompt Once --n 100     # writes the text, and nothing else, to standard output
+//	kasmina chat --model DIR                               # talks to a model in the terminal
+//	kasmina serve --model DIR                              # serves a model over OpenAI's API, with a page to chat
 //	kasmina train --model DIR --data FILE --out NEW        # continues training a model
 //	kasmina convert --model DIR --out NEW --precision bf16 # converts the weights to another type
 //	kasmina board runs/*                                   # compares runs in a browser
@@ -38,6 +40,8 @@ func main() {
 		err = launch.Run(context.Background(), *job)
 	case err == nil && saves(args):
 		err = run(launch.UntilInterrupt(stderr), args, os.Stdout, os.Stderr)
+	case err == nil && converses(args):
+		err = run(context.Background(), args, os.Stdout, os.Stderr) // an interrupt stops an answer only
 	case err == nil:
 		// A command that saves nothing ends silently.
 		err = run(launch.UntilInterrupt(io.Discard), args, os.Stdout, os.Stderr)
@@ -57,6 +61,12 @@ func main() {
 func saves(args []string) bool {
 	c, _, err := newRoot().Find(args)
 	return err == nil && c.Name() == "train"
+}
+
+// converses reports whether a command line runs a command that handles interrupts itself.
+func converses(args []string) bool {
+	c, _, err := newRoot().Find(args)
+	return err == nil && c.Name() == "chat"
 }
 
 // run executes a command line.
@@ -79,7 +89,7 @@ func newRoot() *cobra.Command {
 		PersistentPreRunE: func(c *cobra.Command, args []string) error { return checkFlags(c) },
 	}
 
-	root.AddCommand(newInspect(), newEval(), newGenerate(), newTrain(), newConvert(), newBoard(),
+	root.AddCommand(newInspect(), newEval(), newGenerate(), newTrain(), newConvert(), newBoard(), newServe(), newChat(),
 		newReport(), newData(), newVersion())
 
 	root.SetFlagErrorFunc(flagError)

@@ -160,6 +160,14 @@ var specialTokens = []string{"bos_token", "eos_token", "unk_token", "sep_token",
 // Source returns the text of the default template.
 func (t *Template) Source() string { return t.sources[DefaultName] }
 
+// ToolSource returns the text of the template for conversations with tools.
+func (t *Template) ToolSource() string {
+	if source := t.sources[toolUseName]; source != "" {
+		return source
+	}
+	return t.Source()
+}
+
 // complete decodes a configuration and adds its templates unless s already has a default template.
 func (s Sources) complete(config []byte) (map[string]json.RawMessage, error) {
 	members := map[string]json.RawMessage{}

@@ -1,0 +1,308 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/term"
+
+	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/llm/serve"
+	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
+)
+
+type chatOptions struct {
+	generateOptions
+	system string
+}
+
+func newChat() *cobra.Command { return new(chatOptions).command() }
+
+func (o *chatOptions) command() *cobra.Command {
+	c := &cobra.Command{
+		Use:   "chat --model DIR",
+		Short: "Talk to a model in the terminal",
+		Long: `Talk to a model in the terminal. Each line is a message, and the model sees the whole conversation.
+Sampling follows generation_config.json unless options say otherwise.
+
+Ctrl-C stops an answer, Ctrl-D exits, and /new starts a new conversation. If the model has no chat
+template, it continues each line as it is.`,
+		Args:              cobra.NoArgs,
+		ValidArgsFunction: cobra.NoFileCompletions,
+		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
+	}
+
+	o.modelFlag(c)
+	c.Flags().StringVar(&o.system, "system", "", "system message: `text` that tells the model how to behave")
+	o.samplingFlags(c, 1024)
+	markRequired(c, "model")
+	o.machineFlags(c)
+	return c
+}
+
+func (o *chatOptions) run(c *cobra.Command) error {
+	if err := o.check(); err != nil {
+		return err
+	}
+
+	f, err := hf.Open(o.model)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+
+	g, err := o.generator(c, f, f.Config.Seq, 1)
+	if err != nil {
+		return err
+	}
+	defer g.close()
+	m, err := serve.NewModel(f, g, f.Config.Seq)
+	if err != nil {
+		return err
+	}
+
+	how := o.sampler(c, f.Generation, m.Vocab)
+	if err := o.checkSampling(c, how); err != nil {
+		return err
+	}
+	s, err := sampler.New(how)
+	if err != nil {
+		return err
+	}
+
+	t := &talk{model: m, system: o.system, n: o.n, sampler: s, out: c.OutOrStdout(), err: c.ErrOrStderr()}
+	if m.Template == nil {
+		if o.system != "" {
+			return fmt.Errorf("--system needs a chat template, and the model has none that can be used: %w",
+				m.NoTemplate)
+		}
+		fmt.Fprintf(t.err, "note      the model continues each text as it is: %v\n", m.NoTemplate)
+	}
+	return t.run(c.Context(), c.InOrStdin())
+}
+
+// A talk is a conversation in the terminal.
+type talk struct {
+	model    *serve.Model
+	system   string
+	n        int // largest number of tokens of an answer
+	sampler  *sampler.Sampler
+	out, err io.Writer
+
+	messages []talkMessage
+}
+
+type talkMessage struct {
+	Role    string `json:"role"`
+	Content string `json:"content"`
+}
+
+// maxLine is the largest number of bytes of a message.
+const maxLine = 1 << 20
+
+// run answers the lines of in until it ends.
+func (t *talk) run(ctx context.Context, in io.Reader) error {
+	prompt := ""
+	if f, ok := in.(*os.File); ok && term.IsTerminal(int(f.Fd())) {
+		prompt = "> "
+		fmt.Fprintf(t.err, "%s: Ctrl-C stops an answer, Ctrl-D exits, /new starts a new conversation\n",
+			t.model.Name)
+	}
+
+	var answering interrupts
+	defer answering.watch(func() {
+		if prompt != "" {
+			fmt.Fprintf(t.err, "\nCtrl-D exits\n%s", prompt)
+		}
+	})()
+
+	lines := bufio.NewScanner(in)
+	lines.Buffer(nil, maxLine)
+	for {
+		io.WriteString(t.err, prompt)
+		if !lines.Scan() {
+			break
+		}
+
+		switch line := strings.TrimSpace(lines.Text()); line {
+		case "":
+			continue
+		case "/new":
+			t.messages = nil
+			continue
+		default:
+			err := answering.do(ctx, func(ctx context.Context) error { return t.answer(ctx, line) })
+			if err != nil && !errors.Is(err, errInterrupted) {
+				return err
+			}
+			fmt.Fprintln(t.out)
+		}
+	}
+
+	if prompt != "" {
+		fmt.Fprintln(t.err)
+	}
+	if err := lines.Err(); err != nil {
+		return fmt.Errorf("reading a message: %w", err)
+	}
+	return nil
+}
+
+// answer writes the answer to a message, and adds both to the conversation.
+func (t *talk) answer(ctx context.Context, text string) error {
+	t.messages = append(t.messages, talkMessage{"user", text})
+	prompt, err := t.prompt(text)
+	if err != nil {
+		// The message may be at fault, so the conversation goes on without it.
+		t.messages = t.messages[:len(t.messages)-1]
+		fmt.Fprintf(t.err, "note      %v\n", err)
+		return nil
+	}
+
+	decoder := t.model.Tokenizer.NewDecoder(true)
+	if err := decoder.Prime(prompt); err != nil {
+		return err
+	}
+
+	var answer strings.Builder
+	write := func(text []byte) error {
+		answer.Write(text)
+		_, err := t.out.Write(text)
+		return err
+	}
+	defer func() { t.messages = append(t.messages, talkMessage{"assistant", answer.String()}) }()
+
+	n := min(t.n, t.model.Context-len(prompt))
+	drawn := 0
+	for id, err := range t.model.Generator.Generate(ctx, prompt, n, t.sampler) {
+		if err != nil {
+			return err
+		}
+		if drawn++; slices.Contains(t.model.End, id) {
+			break
+		}
+		text, err := decoder.Next(id)
+		if err != nil {
+			return err
+		}
+		if err := write(text); err != nil {
+			return err
+		}
+	}
+
+	if drawn == n && n < t.n {
+		fmt.Fprint(t.err, "\nnote      the conversation fills the model's context: older messages will be left out")
+	}
+	return write(decoder.Flush())
+}
+
+// prompt returns the tokens of the conversation. It leaves out the oldest messages if the conversation
+// fills more than half of the model's context, so that there is room for an answer.
+func (t *talk) prompt(text string) ([]int, error) {
+	m := t.model
+	for {
+		var ids []int
+		if m.Template == nil {
+			before, _ := m.Tokenizer.Affixes()
+			ids = append(before, m.Tokenizer.Encode([]byte(text))...)
+		} else {
+			all := t.messages
+			if t.system != "" {
+				all = append([]talkMessage{{"system", t.system}}, all...)
+			}
+			raw, err := json.Marshal(all)
+			if err != nil {
+				return nil, err
+			}
+			rendered, err := m.Template.RenderJSON(raw, chat.Options{AddGenerationPrompt: true})
+			if err != nil {
+				return nil, fmt.Errorf("the chat template does not accept the conversation: %w", err)
+			}
+			ids = m.Tokenizer.Encode([]byte(rendered))
+		}
+
+		// A turn consists of a message and its answer.
+		if m.Template != nil && len(ids) > m.Context/2 && len(t.messages) > 2 {
+			t.messages = t.messages[2:]
+			continue
+		}
+		switch {
+		case len(ids) == 0:
+			return nil, errors.New("the text has no tokens")
+		case len(ids) >= m.Context:
+			return nil, fmt.Errorf("the message has %d tokens, and the model's context has %d for the message "+
+				"and the answer together: shorten it", len(ids), m.Context)
+		}
+		for _, id := range ids {
+			if id >= m.Vocab {
+				token, _ := m.Tokenizer.Token(id)
+				return nil, fmt.Errorf("the text has the token %.60q, which the model does not know: leave it out",
+					token)
+			}
+		}
+		return ids, nil
+	}
+}
+
+// errInterrupted is the cause of the end of an answer that the user has stopped.
+var errInterrupted = errors.New("stopped by the user")
+
+// interrupts lets Ctrl-C stop an answer, rather than the program.
+type interrupts struct {
+	mu   sync.Mutex
+	stop func() // ends the answer in progress
+}
+
+// watch handles interrupts until the returned function is called. It calls idle for an interrupt between
+// answers.
+func (i *interrupts) watch(idle func()) (end func()) {
+	signals, done := make(chan os.Signal, 1), make(chan struct{})
+	signal.Notify(signals, os.Interrupt)
+	go func() {
+		for {
+			select {
+			case <-signals:
+			case <-done:
+				return
+			}
+
+			i.mu.Lock()
+			stop := i.stop
+			i.mu.Unlock()
+			if stop == nil {
+				stop = idle
+			}
+			stop()
+		}
+	}()
+
+	return func() {
+		signal.Stop(signals)
+		close(done)
+	}
+}
+
+// do calls f with a context that an interrupt cancels.
+func (i *interrupts) do(ctx context.Context, f func(context.Context) error) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	set := func(stop func()) {
+		i.mu.Lock()
+		defer i.mu.Unlock()
+		i.stop = stop
+	}
+	set(func() { cancel(errInterrupted) })
+	defer set(nil)
+	return f(ctx)
+}

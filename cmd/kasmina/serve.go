@@ -1,0 +1,225 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/llm/serve"
+)
+
+type serveOptions struct {
+	common
+	addr    string
+	context int
+	maxBody int64 // MiB
+	serve.Options
+}
+
+func newServe() *cobra.Command { return new(serveOptions).command() }
+
+func (o *serveOptions) command() *cobra.Command {
+	c := &cobra.Command{
+		Use:   "serve --model DIR",
+		Short: "Serve a model over the APIs of OpenAI and Anthropic, with a page to chat",
+		Long: `Serve a model over the APIs of OpenAI and Anthropic, with a page to chat in a browser. The model has
+the name of its folder.
+
+On a CPU, texts are continued together, so that the weights are read once for all of them. On a GPU,
+they are continued one after the other.
+
+Ctrl-C finishes the answers in progress and exits. Pressing it again exits at once.`,
+		Example:           "  kasmina serve --model tuned --api-key secret",
+		Args:              cobra.NoArgs,
+		ValidArgsFunction: cobra.NoFileCompletions,
+		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
+	}
+
+	o.modelFlag(c)
+	f := c.Flags()
+	f.StringVar(&o.addr, "addr", "127.0.0.1:8080",
+		"`address` to serve at; :8080 serves other computers too; with port 0 the system chooses a port")
+	f.StringArrayVar(&o.Keys, "api-key", nil, "`key` that clients must send; can be given several times")
+	f.IntVar(&o.context, "context", 0,
+		"largest number of tokens of a prompt and its answer together; 0 means the model's")
+	f.IntVar(&o.Slots, "slots", 32, "number of texts that a CPU continues at the same time")
+	f.IntVar(&o.Queue, "queue", 128, "number of requests that wait for a slot; any more are refused")
+	f.DurationVar(&o.Timeout, "timeout", 10*time.Minute, "longest time that a request takes")
+	f.Int64Var(&o.maxBody, "max-body", 8, "largest size of a request, in MiB")
+	f.StringArrayVar(&o.Origins, "cors", nil,
+		"`origin` of web pages, such as https://example.com, that can use the server; * permits all; can be "+
+			"given several times")
+	markRequired(c, "model")
+	o.machineFlags(c)
+	return c
+}
+
+// check returns an error for values that make no sense.
+func (o *serveOptions) check() error {
+	switch {
+	case o.context < 0 || o.context == 1:
+		return fmt.Errorf("--context is %d, want 0 or at least 2", o.context)
+	case o.Slots < 1:
+		return fmt.Errorf("--slots is %d, want at least 1", o.Slots)
+	case o.Queue < 0:
+		return fmt.Errorf("--queue is %d, want at least 0", o.Queue)
+	case o.Timeout <= 0:
+		return fmt.Errorf("--timeout is %v, want more than 0", o.Timeout)
+	case o.maxBody < 1 || o.maxBody > 1<<20:
+		return fmt.Errorf("--max-body is %d, want 1 to %d", o.maxBody, 1<<20)
+	}
+
+	for _, key := range o.Keys {
+		if key == "" {
+			return errors.New("--api-key is empty: give a key, or leave it out to let everybody use the server")
+		}
+	}
+	for _, origin := range o.Origins {
+		scheme, host, ok := strings.Cut(origin, "://")
+		if origin != "*" && (!ok || scheme == "" || host == "" || strings.ContainsAny(host, "/ ")) {
+			return fmt.Errorf("--cors is %q, want an origin such as https://example.com, or *", origin)
+		}
+	}
+	return nil
+}
+
+func (o *serveOptions) run(c *cobra.Command) error {
+	if err := o.check(); err != nil {
+		return err
+	}
+	o.MaxBody = o.maxBody << 20
+	if o.Queue == 0 {
+		o.Queue = -1
+	}
+
+	// The address is taken first, because loading a large model takes time.
+	l, err := net.Listen("tcp", o.addr)
+	if err != nil {
+		return fmt.Errorf("--addr: %w; want an address such as 127.0.0.1:8080 that no other program uses", err)
+	}
+	defer l.Close()
+
+	f, err := hf.Open(o.model)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+
+	if o.context > f.Config.Seq {
+		return fmt.Errorf("--context is %d, and the model has a context of %d tokens", o.context,
+			f.Config.Seq)
+	}
+	tokens := cmp.Or(o.context, f.Config.Seq)
+	g, err := o.generator(c, f, tokens, o.Slots)
+	if err != nil {
+		return err
+	}
+	defer g.close()
+	if g.single {
+		if len(given(c, "slots")) > 0 && o.Slots > 1 {
+			return errors.New("--slots has no effect on a GPU, which continues one text at a time: leave it out")
+		}
+		o.Slots = 1
+	}
+
+	m, err := serve.NewModel(f, g, tokens)
+	if err != nil {
+		return err
+	}
+	s, err := serve.New(o.Options, m)
+	if err != nil {
+		return err
+	}
+
+	o.introduce(c, l.Addr().String(), m)
+	go func() {
+		<-c.Context().Done()
+		if running, waiting := s.Running(); running+waiting > 0 {
+			fmt.Fprintf(c.ErrOrStderr(), "\nstopping  after %d answers; press Ctrl-C again to quit at once\n",
+				running+waiting)
+		}
+	}()
+	if err := s.Serve(c.Context(), l); err != nil {
+		return err
+	}
+	return context.Cause(c.Context())
+}
+
+// introduce prints where the model is served, and a command that tries it.
+func (o *serveOptions) introduce(c *cobra.Command, addr string, m *serve.Model) {
+	host, port, _ := net.SplitHostPort(addr)
+	ip := net.ParseIP(host)
+	if ip != nil && ip.IsUnspecified() {
+		host = "localhost"
+	}
+	url := "http://" + net.JoinHostPort(host, port)
+	fmt.Fprintf(c.OutOrStdout(), "serving   %s at %s/v1; open %s/ to chat\n", m.Name, url, url)
+
+	path, body := "chat/completions", `{"messages":[{"role":"user","content":"Hello"}]}`
+	if m.Template == nil {
+		path, body = "completions", `{"prompt":"Once upon a time","max_tokens":50}`
+		fmt.Fprintf(c.ErrOrStderr(), "note      the model only continues texts: %v\n", m.NoTemplate)
+	}
+	key := ""
+	if len(o.Keys) > 0 {
+		key = " -H 'Authorization: Bearer KEY'"
+	}
+	fmt.Fprintf(c.OutOrStdout(), "try       curl %s/v1/%s%s -d '%s'\n", url, path, key, body)
+
+	if len(o.Keys) == 0 && (ip == nil || !ip.IsLoopback()) {
+		fmt.Fprintln(c.ErrOrStderr(), "note      everybody who can reach this computer can use the server: --api-key "+
+			"sets a key")
+	}
+}
+
+// A generator continues texts on any device. Only one goroutine may use it at a time if single is set.
+type generator struct {
+	*llm.Generator
+	single bool
+	close  func() error
+}
+
+// generator loads the model of a folder to continue several texts of up to seq tokens at the same time, as
+// far as the device can.
+func (o *common) generator(c *cobra.Command, f *hf.Folder, seq, texts int) (generator, error) {
+	device, precision, err := o.open(c.ErrOrStderr())
+	if err != nil {
+		return generator{}, err
+	}
+	if device != nil {
+		return o.generatorOnGPU(c.Context(), f, seq, device, precision, c.ErrOrStderr())
+	}
+
+	m, err := load(c.Context(), f, c.ErrOrStderr(), hf.WithConfig(func(c *llm.Config) { c.Seq = seq }))
+	if err != nil {
+		return generator{}, err
+	}
+	b, err := llm.NewBatcher(m, llm.BatcherOptions{Texts: texts, Rows: max(128, texts),
+		Kept: 4 * max(1024, seq)})
+	if err != nil {
+		return generator{}, err
+	}
+	return generator{Generator: b.Generator(), close: b.Close}, nil
+}
+
+func (o *common) generatorOnGPU(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Device,
+	p cudaops.Precision, stderr io.Writer) (generator, error) {
+	i, err := inference(ctx, f, seq, device, p, stderr)
+	if err != nil {
+		return generator{}, errors.Join(err, device.Close())
+	}
+	config := f.Config
+	config.Seq = seq
+	return generator{Generator: llm.GeneratorOf(config, i.Decoder), single: true,
+		close: func() error { return errors.Join(i.Close(), device.Close()) }}, nil
+}

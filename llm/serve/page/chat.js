@@ -1,0 +1,154 @@
+"use strict";
+
+const $ = id => document.getElementById(id);
+let conversation = []; // messages so far
+let chats = true;      // whether the model has a chat template
+let answering = null;  // AbortController of the answer in progress
+
+function headers() {
+  const key = sessionStorage.getItem("key");
+  return {"Content-Type": "application/json", ...(key ? {Authorization: "Bearer " + key} : {})};
+}
+
+function fail(text) {
+  $("error").textContent = text;
+  $("error").hidden = !text;
+}
+
+// problem returns the message of an answer that is an error.
+async function problem(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `The server answered with the status ${response.status}.`;
+  }
+}
+
+async function connect() {
+  try {
+    const response = await fetch("v1/models", {headers: headers()});
+    $("key-form").hidden = response.status !== 401;
+    if (response.status === 401) {
+      fail(sessionStorage.getItem("key") ? "This API key is wrong." : "The server needs an API key.");
+      return;
+    }
+    if (!response.ok) throw new Error(await problem(response));
+    const model = (await response.json()).data[0];
+    chats = model.chat;
+    $("model").textContent = document.title = model.id;
+    fail(chats ? "" : "This model has no chat template, so it continues each text as it is.");
+  } catch (e) {
+    fail("The server cannot be reached: " + e.message);
+  }
+}
+
+function show(role, text) {
+  const p = document.createElement("div");
+  p.className = "message " + role;
+  p.textContent = text;
+  $("messages").append(p);
+  p.scrollIntoView({block: "end"});
+  return p;
+}
+
+function note(text) {
+  const p = document.createElement("p");
+  p.className = "note";
+  p.textContent = text;
+  $("messages").append(p);
+}
+
+// events yields the data of a stream of server-sent events.
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const {value, done} = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      for (const line of part.split("\n")) {
+        if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
+      }
+    }
+  }
+}
+
+function request(text) {
+  const settings = {stream: true};
+  if ($("temperature").value !== "") settings.temperature = Number($("temperature").value);
+  if (!chats) return ["v1/completions", {...settings, prompt: text, max_tokens: 256}];
+  const system = $("system").value.trim();
+  const first = system ? [{role: "system", content: system}] : [];
+  return ["v1/chat/completions", {...settings, messages: [...first, ...conversation]}];
+}
+
+async function answer(text) {
+  answering = new AbortController();
+  $("send").hidden = true;
+  $("stop").hidden = false;
+  fail("");
+  show("user", text);
+  conversation.push({role: "user", content: text});
+  const bubble = show("assistant", "");
+  let all = "";
+  try {
+    const [path, body] = request(text);
+    const response = await fetch(path, {method: "POST", headers: headers(), body: JSON.stringify(body), signal: answering.signal});
+    if (response.status === 401) $("key-form").hidden = false;
+    if (!response.ok) throw new Error(await problem(response));
+    for await (const event of events(response.body)) {
+      if (event.error) throw new Error(event.error.message);
+      const choice = event.choices[0];
+      if (!choice) continue;
+      const more = chats ? choice.delta.content : choice.text;
+      if (more) {
+        const follow = $("messages").scrollHeight - $("messages").scrollTop - $("messages").clientHeight < 80;
+        bubble.textContent = all += more;
+        if (follow) bubble.scrollIntoView({block: "end"});
+      }
+      if (choice.finish_reason === "length") note("The answer ends here because it has reached its limit or filled the model's context.");
+    }
+  } catch (e) {
+    if (e.name !== "AbortError") fail(e.message);
+  }
+  if (all) {
+    conversation.push({role: "assistant", content: all});
+  } else { // nothing has been said, so the message can be sent again
+    bubble.remove();
+    conversation.pop();
+    if (!$("error").hidden && !$("input").value) $("input").value = text;
+  }
+  answering = null;
+  $("send").hidden = false;
+  $("stop").hidden = true;
+  $("input").focus();
+}
+
+$("form").addEventListener("submit", e => {
+  e.preventDefault();
+  const text = $("input").value;
+  if (answering || !text.trim()) return;
+  $("input").value = "";
+  answer(text);
+});
+$("input").addEventListener("keydown", e => {
+  if (e.key === "Enter" && !e.shiftKey && !e.isComposing) {
+    e.preventDefault();
+    $("form").requestSubmit();
+  }
+});
+$("stop").addEventListener("click", () => answering && answering.abort());
+$("new").addEventListener("click", () => {
+  if (answering) answering.abort();
+  conversation = [];
+  $("messages").replaceChildren();
+  $("input").focus();
+});
+$("key-form").addEventListener("submit", e => {
+  e.preventDefault();
+  sessionStorage.setItem("key", $("key").value);
+  connect();
+});
+connect();
