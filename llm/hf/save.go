@@ -177,21 +177,26 @@ func (s *saving) save(ctx context.Context, dir string, m *llm.Model) (err error)
 		if err := s.writeWeights(ctx, dir, m); err != nil {
 			return err
 		}
-		for _, name := range slices.Sorted(maps.Keys(s.files)) {
-			path := filepath.Join(dir, name)
-			if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
-				return err
-			}
-			err := atomicfile.Write(path, func(f *os.File) error {
-				_, err := f.Write(s.files[name])
-				return err
-			})
-			if err != nil {
-				return err
-			}
-		}
-		return nil
+		return s.writeFiles(dir)
 	})
+}
+
+// writeFiles writes the small files.
+func (s *saving) writeFiles(dir string) error {
+	for _, name := range slices.Sorted(maps.Keys(s.files)) {
+		path := filepath.Join(dir, name)
+		if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
+			return err
+		}
+		err := atomicfile.Write(path, func(f *os.File) error {
+			_, err := f.Write(s.files[name])
+			return err
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // Plain returns the model as other programs represent it. Growth that is fossilized at weights and in the
@@ -211,21 +216,28 @@ func Plain(m *llm.Model) (*llm.Model, error) {
 
 // collect gathers the small files.
 func (s *saving) collect(config []byte) error {
-	add := func(name string, content []byte) {
-		if _, ok := s.files[name]; !ok {
-			s.files[name] = content
-		}
-	}
-	add(configName, config)
+	s.add(configName, config)
 	switch {
 	case s.like == nil:
-		add(generationName, []byte("{\n  \"_from_model_config\": true\n}\n"))
+		s.add(generationName, []byte("{\n  \"_from_model_config\": true\n}\n"))
 	case s.like.generation != nil:
-		add(generationName, s.like.generation)
+		s.add(generationName, s.like.generation)
 	default:
-		add(generationName, s.like.generationOf())
+		s.add(generationName, s.like.generationOf())
 	}
 
+	return s.collectTokenizer()
+}
+
+// add adds a file unless an option has added one of that name.
+func (s *saving) add(name string, content []byte) {
+	if _, ok := s.files[name]; !ok {
+		s.files[name] = content
+	}
+}
+
+// collectTokenizer gathers the files of the tokenizer.
+func (s *saving) collectTokenizer() error {
 	dir := s.tokens
 	if dir == "" && s.like != nil {
 		dir = s.like.Dir
@@ -237,7 +249,7 @@ func (s *saving) collect(config []byte) error {
 
 	if info, err := os.Stat(dir); err == nil && !info.IsDir() {
 		text, err := regular.Read(dir, maxTokenizer, "a tokenizer's file has")
-		add(tokenizerFiles[0], text)
+		s.add(tokenizerFiles[0], text)
 		return err
 	}
 
@@ -249,7 +261,7 @@ func (s *saving) collect(config []byte) error {
 	for _, name := range slices.Concat(tokenizerFiles, names) {
 		text, err := regular.Read(filepath.Join(dir, name), maxTokenizer, "a tokenizer's file has")
 		if err == nil {
-			add(name, text)
+			s.add(name, text)
 		} else if !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}

@@ -1,0 +1,490 @@
+package hf
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"maps"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/internal/regular"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/llm"
+)
+
+// Files of adapters in the format of PEFT.
+const (
+	adapterConfigName  = "adapter_config.json"
+	adapterWeightsName = "adapter_model.safetensors"
+
+	// peftPrefix stands before the names of modules in the files of adapters.
+	peftPrefix = "base_model.model."
+)
+
+// adapterConfig is an adapter_config.json, as far as it concerns low-rank adapters.
+type adapterConfig struct {
+	Base         string             `json:"base_model_name_or_path"`
+	Bias         string             `json:"bias"`
+	FanInFanOut  bool               `json:"fan_in_fan_out"`
+	Inference    bool               `json:"inference_mode"`
+	Init         bool               `json:"init_lora_weights"`
+	Alpha        float64            `json:"lora_alpha"`
+	AlphaPattern map[string]float64 `json:"alpha_pattern"`
+	Dropout      float64            `json:"lora_dropout"`
+	PEFTType     string             `json:"peft_type"`
+	Rank         int                `json:"r"`
+	RankPattern  map[string]int     `json:"rank_pattern"`
+	Targets      []string           `json:"target_modules"`
+	TaskType     string             `json:"task_type"`
+	UseDoRA      bool               `json:"use_dora"`
+	UseRSLoRA    bool               `json:"use_rslora"`
+}
+
+// understood are the fields that adapterConfig has, and those that say nothing about what an adapter
+// computes. Any other field must be null, false or empty.
+var understood = []string{"base_model_name_or_path", "bias", "inference_mode",
+	"init_lora_weights", "lora_alpha", "alpha_pattern", "lora_dropout", "peft_type", "r", "rank_pattern",
+	"target_modules", "exclude_modules", "task_type", "use_dora", "use_rslora", "auto_mapping",
+	"megatron_core", "revision", "peft_version", "layers_pattern", "layers_to_transform",
+	"qalora_group_size", "fan_in_fan_out", "runtime_config", "eva_config", "corda_config", "loftq_config",
+	"lora_ga_config", "arrow_config"}
+
+// modules returns the names that PEFT has for the linear layers of a model, by the names here.
+func modules(c llm.Config, like *Folder) (map[string]string, error) {
+	c.Adapter = llm.LoRA{}
+	l := plainLayout
+	if like != nil {
+		l = like.layout
+	}
+
+	names := map[string]string{}
+	at := places(c, l(c))
+	for _, layer := range c.LinearLayers() {
+		p, ok := at[layer+".weight"]
+		if !ok || !p.whole() {
+			return nil, fmt.Errorf("the files of this family store %s together with other layers, or "+
+				"transposed, and PEFT's adapters cannot be exchanged for such layers: save the merged model "+
+				"instead", layer)
+		}
+		names[layer] = strings.TrimSuffix(p.name, ".weight")
+	}
+
+	return names, nil
+}
+
+// LoadAdapter reads adapters in the format of PEFT, LoRA, rsLoRA or DoRA, and returns the model with
+// them. It shares the memory of base's parameters, so that one model can have several adapters.
+//
+// like is the folder from which base was loaded. It may be nil if the names of parameters are those of
+// Llama.
+func LoadAdapter(ctx context.Context, dir string, base *llm.Model, like *Folder) (*llm.Model, error) {
+	m, err := loadAdapter(ctx, dir, base, like)
+	if err != nil {
+		return nil, fmt.Errorf("hf: LoadAdapter: %s: %w", dir, err)
+	}
+	return m, nil
+}
+
+// IsAdapter reports whether a folder holds adapters in the format of PEFT.
+func IsAdapter(dir string) bool {
+	info, err := os.Stat(filepath.Join(dir, adapterConfigName))
+	return err == nil && info.Mode().IsRegular()
+}
+
+// AdapterBase returns the model that adapters belong to, as their configuration names it.
+func AdapterBase(dir string) (string, error) {
+	c, err := readAdapterConfig(dir)
+	if err != nil {
+		return "", fmt.Errorf("hf: AdapterBase: %s: %w", dir, err)
+	}
+	return c.Base, nil
+}
+
+func loadAdapter(ctx context.Context, dir string, base *llm.Model, like *Folder) (*llm.Model, error) {
+	switch {
+	case ctx == nil:
+		return nil, errors.New("the context is nil, want one such as context.Background()")
+	case base == nil:
+		return nil, errors.New("the model is nil, want the one that the adapters belong to")
+	}
+
+	c, err := readAdapterConfig(dir)
+	if err != nil {
+		return nil, err
+	}
+
+	f, err := safetensors.Open(filepath.Join(dir, adapterWeightsName))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("it has no %s, which save_pretrained of PEFT writes: %w", adapterWeightsName, err)
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+
+	a, tensors, err := c.adapterIn(f, base.Config, like)
+	if err != nil {
+		return nil, err
+	}
+
+	m, err := llm.Adapt(base, a, 0)
+	if err != nil {
+		return nil, err
+	}
+
+	for _, name := range slices.Sorted(maps.Keys(tensors)) {
+		if err := readAdapterTensor(ctx, f, tensors[name], m.Param(name)); err != nil {
+			return nil, err
+		}
+	}
+
+	return m, nil
+}
+
+// readAdapterConfig reads and checks an adapter_config.json.
+func readAdapterConfig(dir string) (c adapterConfig, err error) {
+	text, err := regular.Read(filepath.Join(dir, adapterConfigName), maxConfig, "an adapter_config.json has")
+	if errors.Is(err, fs.ErrNotExist) {
+		return c, fmt.Errorf("it has no %s: name a folder that save_pretrained of PEFT has written: %w",
+			adapterConfigName, err)
+	}
+	if err != nil {
+		return c, err
+	}
+
+	fail := func(format string, args ...any) (adapterConfig, error) {
+		return c, fmt.Errorf("%s: %w", adapterConfigName, fmt.Errorf(format, args...))
+	}
+
+	var fields map[string]json.RawMessage
+	if err := json.Unmarshal(text, &fields); err != nil {
+		return fail("%w", err)
+	}
+
+	for _, name := range slices.Sorted(maps.Keys(fields)) {
+		if !slices.Contains(understood, name) && !isEmptyJSON(fields[name]) {
+			return fail("%s is %.100s, which is not supported here", name, fields[name])
+		}
+	}
+
+	// The tensors say which modules have adapters, and the targets may also be a pattern. Fields that
+	// may be null or of several types are not read.
+	for _, name := range []string{"target_modules", "init_lora_weights"} {
+		delete(fields, name)
+	}
+
+	text, err = json.Marshal(fields)
+	if err != nil {
+		return fail("%w", err)
+	}
+	if err := json.Unmarshal(text, &c); err != nil {
+		return fail("%w", err)
+	}
+
+	switch {
+	case c.PEFTType != "LORA":
+		return fail("peft_type is %.40q, want LORA", c.PEFTType)
+	case c.Bias != "none" && c.Bias != "":
+		return fail("bias is %.40q: adapters with biases are not supported", c.Bias)
+	case c.Rank < 1:
+		return fail("r is %d, want at least 1", c.Rank)
+	}
+
+	return c, nil
+}
+
+// isEmptyJSON reports whether a value is null, false or empty.
+func isEmptyJSON(text json.RawMessage) bool {
+	return slices.Contains([]string{"null", "false", `""`, "{}", "[]"}, strings.TrimSpace(string(text)))
+}
+
+// adapterIn describes the adapters in a file, and returns the names of tensors by the parameters that
+// they hold.
+func (c adapterConfig) adapterIn(f *safetensors.File, config llm.Config, like *Folder) (a llm.LoRA,
+	tensors map[string]string, err error) {
+	names, err := modules(config, like)
+	if err != nil {
+		return a, nil, err
+	}
+
+	a = llm.LoRA{Rank: c.Rank, Alpha: c.Alpha, RankStabilized: c.UseRSLoRA, Magnitude: c.UseDoRA,
+		Dropout: c.Dropout, Ranks: map[string]int{}, Alphas: map[string]float64{}}
+	rest := map[string]bool{}
+	for _, name := range f.Names() {
+		rest[name] = true
+	}
+
+	tensors = map[string]string{}
+	for _, layer := range config.LinearLayers() {
+		module := peftPrefix + names[layer]
+		if !rest[module+".lora_A.weight"] {
+			continue
+		}
+
+		a.Targets = append(a.Targets, layer)
+		endings := []string{".lora_A.weight", ".lora_B.weight"}
+		if c.UseDoRA {
+			endings = append(endings, ".lora_magnitude_vector")
+		}
+		for _, ending := range endings {
+			if !rest[module+ending] {
+				return a, nil, fmt.Errorf("%s has no tensor %s", adapterWeightsName, module+ending)
+			}
+			delete(rest, module+ending)
+			tensors[layer+ending] = module + ending
+		}
+
+		if err := c.patterns(&a, f, layer, names[layer]); err != nil {
+			return a, nil, err
+		}
+	}
+
+	for _, name := range slices.Sorted(maps.Keys(rest)) {
+		return a, nil, fmt.Errorf("%s has the tensor %.200s, which belongs to no linear layer of the model",
+			adapterWeightsName, name)
+	}
+
+	return a, tensors, nil
+}
+
+// patterns adds the rank and the alpha of a layer where they differ from those of the others.
+func (c adapterConfig) patterns(a *llm.LoRA, f *safetensors.File, layer, module string) error {
+	_, shape, err := f.Info(peftPrefix + module + ".lora_A.weight")
+	if err != nil {
+		return err
+	}
+
+	if len(shape) == 2 && shape[0] != c.Rank {
+		a.Ranks[layer] = shape[0]
+	}
+
+	for _, key := range slices.Sorted(maps.Keys(c.AlphaPattern)) {
+		pattern, err := regexp.Compile(`^(.*\.)?(` + key + `)$`)
+		if err != nil {
+			return fmt.Errorf("alpha_pattern: %w", err)
+		}
+		if pattern.MatchString(module) && c.AlphaPattern[key] != c.Alpha {
+			a.Alphas[layer] = c.AlphaPattern[key]
+			break
+		}
+	}
+
+	return nil
+}
+
+// readAdapterTensor reads a tensor into a parameter.
+func readAdapterTensor(ctx context.Context, f *safetensors.File, name string, to *tensor.Dense) error {
+	dtype, shape, err := f.Info(name)
+	if err != nil {
+		return err
+	}
+	if !readable(dtype) {
+		return fmt.Errorf("tensor %s is of type %s, want F32, F16 or BF16", name, dtype)
+	}
+	if !slices.Equal(shape, to.Shape()) {
+		return fmt.Errorf("tensor %s has shape %v, but the model implies %v", name, shape, to.Shape())
+	}
+
+	values := make([]float32, to.Shape().TotalSize())
+	rest := values
+	err = f.Chunks(ctx, name, finite(name, dtype, 0, func(part []byte, dtype safetensors.DType) error {
+		rest = rest[widen(rest, part, dtype):]
+		return nil
+	}))
+	if err != nil {
+		return err
+	}
+
+	switch x := to.Data().(type) {
+	case []float32:
+		copy(x, values)
+	case []float64:
+		for i, v := range values {
+			x[i] = float64(v)
+		}
+	}
+
+	return nil
+}
+
+// SaveAdapter writes the adapters of a model as a folder that PEFT loads: adapter_config.json,
+// adapter_model.safetensors with numbers of float32, and the files of the tokenizer with its chat
+// template. base names the model that the adapters belong to, for programs that load both.
+//
+// The options are those of SavePretrained, of which [Like], [WithTokenizer] and [WithFile] matter. The
+// folder must be new or empty, and it appears only once it is complete.
+func SaveAdapter(ctx context.Context, dir, base string, m *llm.Model, opts ...SaveOption) error {
+	if err := saveAdapter(ctx, dir, base, m, opts); err != nil {
+		return fmt.Errorf("hf: SaveAdapter: %w", err)
+	}
+	return nil
+}
+
+// CheckSaveAdapter returns an error if SaveAdapter would refuse any model of the given configuration. A
+// long run calls it before its first step.
+func CheckSaveAdapter(c llm.Config, base string, opts ...SaveOption) error {
+	s, err := newSaving(opts)
+	if err == nil {
+		err = s.collectAdapter(base, c)
+	}
+	if err != nil {
+		return fmt.Errorf("hf: CheckSaveAdapter: %w", err)
+	}
+	return nil
+}
+
+// newSaving applies options.
+func newSaving(opts []SaveOption) (*saving, error) {
+	s := &saving{shard: shardBytes, files: map[string][]byte{}}
+	for _, opt := range opts {
+		if opt == nil {
+			return nil, errors.New("an option is nil")
+		}
+		opt(s)
+	}
+	return s, s.err
+}
+
+func saveAdapter(ctx context.Context, dir, base string, m *llm.Model, opts []SaveOption) error {
+	s, err := newSaving(opts)
+	if err != nil {
+		return err
+	}
+
+	if ctx == nil {
+		return errors.New("the context is nil, want one such as context.Background()")
+	}
+
+	done, err := m.Current()
+	if err != nil {
+		return err
+	}
+	defer done()
+
+	if err := s.collectAdapter(base, m.Config); err != nil {
+		return err
+	}
+
+	names, err := modules(m.Config, s.like)
+	if err != nil {
+		return err
+	}
+
+	return atomicfile.CreateFolder(dir, func(dir string) error {
+		if err := s.writeFiles(dir); err != nil {
+			return err
+		}
+		return safetensors.SaveSources(filepath.Join(dir, adapterWeightsName), adapterSources(ctx, m, names),
+			map[string]string{"format": "pt"})
+	})
+}
+
+// collectAdapter gathers the small files.
+func (s *saving) collectAdapter(base string, c llm.Config) error {
+	if err := c.Check(); err != nil {
+		return err
+	}
+
+	if c.Adapter.IsZero() {
+		return errors.New("the model has no adapters: SavePretrained writes whole models")
+	}
+
+	names, err := modules(c, s.like)
+	if err != nil {
+		return err
+	}
+
+	text, err := json.MarshalIndent(adapterConfigOf(base, c, names), "", "  ")
+	if err != nil {
+		return err
+	}
+
+	s.files[adapterConfigName] = append(text, '\n')
+	return s.collectTokenizer()
+}
+
+// adapterConfigOf returns the configuration of a model's adapters.
+func adapterConfigOf(base string, c llm.Config, names map[string]string) adapterConfig {
+	a := c.Adapter
+	out := adapterConfig{Base: base, Bias: "none", Inference: true, Init: true, Alpha: a.Alpha,
+		AlphaPattern: map[string]float64{}, Dropout: a.Dropout, PEFTType: "LORA", Rank: a.Rank,
+		RankPattern: map[string]int{}, TaskType: "CAUSAL_LM", UseDoRA: a.Magnitude,
+		UseRSLoRA: a.RankStabilized}
+	for layer, rank := range a.Ranks {
+		out.RankPattern[names[layer]] = rank
+	}
+	for layer, alpha := range a.Alphas {
+		out.AlphaPattern[names[layer]] = alpha
+	}
+
+	// Short names, such as q_proj, if all layers of that name have adapters.
+	missing := map[string]bool{}
+	for layer, module := range names {
+		if !slices.Contains(a.Targets, layer) {
+			missing[lastName(module)] = true
+		}
+	}
+	for _, layer := range a.Targets {
+		name := names[layer]
+		if short := lastName(name); !missing[short] {
+			name = short
+		}
+		if !slices.Contains(out.Targets, name) {
+			out.Targets = append(out.Targets, name)
+		}
+	}
+
+	slices.Sort(out.Targets)
+	return out
+}
+
+// lastName returns what follows the last dot of a name.
+func lastName(name string) string { return name[strings.LastIndexByte(name, '.')+1:] }
+
+// adapterSources returns the tensors of a model's adapters.
+func adapterSources(ctx context.Context, m *llm.Model, names map[string]string) (all []safetensors.Source) {
+	for _, p := range m.Params {
+		layer, ending, ok := strings.Cut(p.Name, ".lora_")
+		if !ok || !llm.IsAdapterParam(p.Name) {
+			continue
+		}
+		all = append(all, safetensors.Source{Name: peftPrefix + names[layer] + ".lora_" + ending,
+			DType: safetensors.F32, Shape: p.Value.Shape(), Write: func(w io.Writer) error {
+				if ctx.Err() != nil {
+					return context.Cause(ctx)
+				}
+				values := float32sOf(p.Value)
+				if bad := slices.IndexFunc(values, notFinite); bad >= 0 {
+					return fmt.Errorf("%w: element %d of %s is %v", llm.ErrDiverged, bad, p.Name, values[bad])
+				}
+				_, err := w.Write(narrow(nil, values, safetensors.F32))
+				return err
+			}})
+	}
+
+	slices.SortFunc(all, func(a, b safetensors.Source) int { return strings.Compare(a.Name, b.Name) })
+	return all
+}
+
+// float32sOf returns the numbers of a tensor as float32.
+func float32sOf(x *tensor.Dense) []float32 {
+	wide, ok := x.Data().([]float64)
+	if !ok {
+		return x.Float32s()
+	}
+	values := make([]float32, len(wide))
+	for i, v := range wide {
+		values[i] = float32(v)
+	}
+	return values
+}
