@@ -288,3 +288,15 @@ func TestBestCheckpoint(t *testing.T) {
 	require.NoError(t, again.Run(t.Context()))
 	require.Empty(t, *saved)
 }
+
+// TestStopInLastStep checks that stopping has no effect once the run has made its last step.
+func TestStopInLastStep(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
+	tr.On(func(e Event) error {
+		if e.Kind == StepEnd && e.Last || e.Kind == Complete {
+			return tr.Stop("too late")
+		}
+		return nil
+	})
+	require.NoError(t, tr.Run(t.Context()))
+}

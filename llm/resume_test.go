@@ -90,11 +90,11 @@ func TestResumeWithOtherSettings(t *testing.T) {
 				return 0.01
 			}
 		},
-		"Beta2 is 0.5 here and 0.999 there of the optimizer for model.embed_tokens.weight": adamW(
+		"Beta2 is 0.5 here and 0.999 there for model.embed_tokens.weight": adamW(
 			optim.WithBetas(0.9, 0.5)),
 		"Eps is 0.1 here and 1e-08 there":  adamW(optim.WithEps(0.1)),
 		"Decay is 0.2 here and 0.01 there": adamW(optim.WithWeightDecay(0.2)),
-		"LRScale is 0.5 here and 1 there of the optimizer for model.norm.weight": adamW(
+		"LRScale is 0.5 here and 1 there for model.norm.weight": adamW(
 			optim.WithGroup(optim.NameContains("model.norm"), optim.LRScale(0.5))),
 	} {
 		t.Run(want, func(t *testing.T) {
@@ -256,7 +256,7 @@ func TestResumeWithOtherMuon(t *testing.T) {
 		"Kernel is AdamW here and Muon there":   optim.WithAdamWFor(optim.NameContains("mlp")),
 		"LRScale is 1 here and 0.5 there":       optim.WithAdamW(optim.WithLR(0.02)),
 		"ShapeScale is 0.8 here and 1 there":    optim.WithScale(optim.RMSScale),
-		"Decay is 0.3 here and 0 there of the op": optim.WithGroup(optim.NameContains("norm"),
+		"Decay is 0.3 here and 0 there for": optim.WithGroup(optim.NameContains("norm"),
 			optim.Decay(0.3)),
 	} {
 		o, err := optim.NewMuon(optim.WithAdamW(optim.WithLR(0.01)), opt)

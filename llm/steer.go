@@ -30,7 +30,7 @@ type pendingRequest struct {
 }
 
 var (
-	errNoRun    = fmt.Errorf("llm: %w: no run is in progress", state.ErrClosed)
+	errNoRun    = fmt.Errorf("llm: no run is in progress: %w", state.ErrClosed)
 	errLastStep = fmt.Errorf("llm: %w: the run has made its last step, after which nothing changes",
 		state.ErrClosed)
 	errRunEnded = fmt.Errorf("llm: %w: the run has ended before the request could be granted",
@@ -95,7 +95,8 @@ func (t *Trainer) SaveSoon() error {
 
 // Stop ends the run, usually after the current step. Callbacks receive Interrupted, so that a Checkpoint
 // saves, and Run returns an error that wraps [ErrStopped] and contains the reason. Several ranks all stop
-// after the same step.
+// after the same step. If Stop is called again, the first reason counts. It has no effect once the run has
+// made its last step (Event.Last).
 //
 // Stop returns an error if no run is in progress, or if the run is already ending.
 func (t *Trainer) Stop(why string) error {
@@ -104,7 +105,7 @@ func (t *Trainer) Stop(why string) error {
 	if !t.steering.open {
 		return errNoRun
 	}
-	if t.steering.halt == nil {
+	if t.steering.halt == nil && !t.last.Last {
 		t.steering.halt = halted(why)
 	}
 	return nil

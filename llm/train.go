@@ -398,8 +398,8 @@ func (t *Trainer) emit(kind EventKind, set func(*Event)) error {
 	return errs
 }
 
-// Run trains until the model has made Config.Steps steps, a step or callback fails, or ctx is
-// canceled.
+// Run trains until the model has made Config.Steps steps or spent Config.Budget, [Trainer.Stop] is
+// called, a step or callback fails, or ctx is canceled. After Stop, the error wraps [ErrStopped].
 //
 // Cancellation is noticed between steps, between the batches of an accumulated step, and during
 // evaluation and sampling. A step interrupted between batches is discarded, unless the model has

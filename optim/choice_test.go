@@ -35,8 +35,8 @@ func TestChoices(t *testing.T) {
 		require.ErrorContains(t, err, "-1", name)
 	}
 
-	_, err := optim.ByName("sgd")
-	require.ErrorContains(t, err, `"sgd"`)
+	_, err := optim.ByName("none")
+	require.ErrorContains(t, err, `"none"`)
 	require.ErrorContains(t, err, "adamw, muon")
 	_, err = optim.Choice{}.New(1)
 	require.ErrorContains(t, err, "zero value")

@@ -28,15 +28,15 @@ type Moment struct {
 	Block int
 }
 
-// Mean describes the quantity that a moment is a running mean of.
+// Mean describes what a moment holds. Floats and codes are running means of the gradients or of their
+// squares, on which the judges of growth rely. An optimizer with a sum in its formula stores the mean and
+// scales the step instead.
 type Mean int
 
 const (
 	OfGradients Mean = iota + 1
-	OfSquares        // the squares of gradients; never negative
-
-	// IsScale marks the scales of another moment, which must not be negative either.
-	IsScale Mean = 0
+	OfSquares        // squares of gradients; never negative
+	IsScale          // scales of another moment; never negative
 )
 
 // Len returns the number of elements that the moment has for n elements of a parameter.

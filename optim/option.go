@@ -105,7 +105,7 @@ func WithBetas(beta1, beta2 float64) BetasOption { return BetasOption{beta1, bet
 // WithEps sets the number added to the root of the second moment, above 0. Default 1e-8.
 func WithEps(eps float64) EpsOption { return EpsOption{eps} }
 
-// WithMomentum sets the decay rate of the momentum, at least 0 and below 1. Default 0.95.
+// WithMomentum sets the decay rate of Muon's momentum, at least 0 and below 1. Default 0.95.
 func WithMomentum(mu float64) MuonOption {
 	return muonOption(func(m *Muon) error {
 		m.momentum = mu
@@ -113,7 +113,7 @@ func WithMomentum(mu float64) MuonOption {
 	})
 }
 
-// WithNesterov selects Nesterov's momentum, the default, or plain momentum.
+// WithNesterov selects Nesterov's momentum for Muon, the default, or plain momentum.
 func WithNesterov(on bool) MuonOption {
 	return muonOption(func(m *Muon) error {
 		m.nesterov = on

@@ -6,8 +6,8 @@ import (
 	"strconv"
 )
 
-// Rule describes how an optimizer updates one parameter. A machine that has its own implementation
-// of Kernel follows the rule instead of calling Step.
+// Rule describes how an optimizer updates one parameter. A CPU calls Step. A GPU follows the rule with an
+// implementation of Kernel of its own, and reports an error if it has none.
 //
 // The zero Rule means that the optimizer does not know the parameter.
 type Rule struct {
@@ -15,7 +15,8 @@ type Rule struct {
 	LRScale float64 // factor of the optimizer's learning rate
 	Decay   float64
 
-	// Beta1 and Beta2 are the decay rates of the kernel's moments. Muon's momentum is Beta1.
+	// Beta1 and Beta2 are the decay rates of the kernel's moments. An optimizer with a single momentum,
+	// such as Muon, uses Beta1.
 	Beta1, Beta2 float64
 	Eps          float64 // AdamW
 

@@ -93,8 +93,13 @@ func (c Command) String() string {
 
 // Controller decides what happens to the seeds of a network.
 //
-// After every epoch, Decide receives the reports of all layers in order and returns commands. Each
-// command is carried out, or refused, independently of the others.
+// After every epoch, Decide receives the reports of all layers and returns commands. The index of a
+// report is the Layer of the commands for its seeds. The commands are carried out in order, and a refused
+// command does not affect the others. By default, a trainer ends the run if a command is refused; see the
+// field Refused of llm.Growth.
+//
+// A controller may also implement [CheckingController], [CostLearner], [SizeLearner], [Affording],
+// [Planner] and [GradientListener].
 //
 // A controller that decides by the reports alone, like the controllers of package control,
 // continues after a restart as if the run had not been interrupted.

@@ -15,9 +15,9 @@ type GerminationRequest struct {
 	// seeds may share a slot. At other sites than a chunk it is 0.
 	Slot int
 	Kind blueprints.Kind // kind of blueprint
-	Size int
 	// Size is the size of a blueprint at other sites than a chunk, in the unit that its kind
 	// defines, such as the rank of a LoRA. On a chunk it is 0.
+	Size int
 	// Strategy decides how α rises. Nil means a linear FixedRamp to 1 over 50 epochs. It is not
 	// used in depth.
 	Strategy graft.Strategy

@@ -8,7 +8,7 @@
 // rolls harmful blueprints back.
 //
 // A trainer takes a controller through llm.Trainer's Grow. Before a run it calls the methods Check,
-// Parameters, Costs, Affords and LeastEpochs of a controller that has them.
+// Parameters, Costs, Affords, LeastEpochs and Heard of a controller that has them.
 package control
 
 import (

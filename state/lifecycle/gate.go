@@ -16,8 +16,8 @@ type Thresholds struct {
 	TrainingError float64
 	Stability     float64 // minimum stability for Evaluating → FineTuning
 	FossilStable  float64 // minimum stability for FineTuning → Fossilized
-	// Improvement is the minimum relative improvement of the performance since germination for
-	// FineTuning → Fossilized.
+	// Improvement is the minimum of Evidence.Improvement, the relative improvement of the performance
+	// over the performance without the seed, for FineTuning → Fossilized.
 	Improvement float64
 	// A blueprint has failed, so that Evaluating → Culled is possible, if its performance delta is
 	// below CullDelta, its error rate above CullErrorRate, or its number of errors above

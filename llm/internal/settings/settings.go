@@ -147,7 +147,7 @@ func ruleDifferences(here, there map[string]optim.Rule) []string {
 	}
 
 	for i, d := range diff {
-		diff[i] = fmt.Sprintf("%s of the optimizer for %s", d, params[d][0])
+		diff[i] = fmt.Sprintf("the optimizer's %s for %s", d, params[d][0])
 		if more := len(params[d]) - 1; more > 0 {
 			diff[i] += fmt.Sprintf(" and %d more", more)
 		}
