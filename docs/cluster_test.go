@@ -88,6 +88,7 @@ func TestSlurmScript(t *testing.T) {
 		require.NoError(t, err, "%s", output)
 		return string(output)
 	}
+
 	require.Contains(t, submit(append(small, "--steps", "4")...), "ranks     "+string(tasks[1])+
 		" processes, according to the variables of Slurm")
 	b, err := os.ReadFile(filepath.Join(out, "model.safetensors"))
@@ -116,6 +117,7 @@ func TestTrainJob(t *testing.T) {
 	for i, a := range args {
 		args[i] = strings.NewReplacer("/text", data, "/runs/cluster", out, "/runs/tokens", t.TempDir(), "cuda", "cpu").Replace(a)
 	}
+
 	small = append(small, "--preset", "small", "--steps", "3")
 	c := exec.Command(filepath.Join(p.folder, "kasmina"), append(args, small...)...)
 	c.Env = append(os.Environ(), "PET_NNODES="+field("numNodes"), "PET_NPROC_PER_NODE="+

@@ -65,6 +65,7 @@ func archive(t *testing.T, path, prefix string) {
 		}
 		return err
 	})
+
 	require.NoError(t, err)
 	require.NoError(t, w.Close())
 }

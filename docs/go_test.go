@@ -92,6 +92,7 @@ func (p *packages) typeCheck(name, source string) error {
 	if err != nil {
 		return err
 	}
+
 	var all []error
 	config := types.Config{Importer: p.check, Error: func(err error) {
 		if soft := (types.Error{}); !errors.As(err, &soft) || !soft.Soft {
@@ -123,6 +124,7 @@ func (p *packages) imports(code string) string {
 		fmt.Fprintf(&all, "import %s %q\n", m[1], importPath)
 		seen[m[1]] = true
 	}
+
 	return all.String()
 }
 
@@ -146,6 +148,7 @@ func (p *packages) fragments(blocks []block) string {
 		}
 		fmt.Fprintf(&body, "//line %s:%d\n%s", b.document, max(1, b.line), b.code)
 	}
+
 	code := fmt.Sprintf("func _() error {\n%s%s\nreturn nil\n}\n%s", body.String(),
 		strings.Repeat("}\n", depth), decls.String())
 	return "package main\n" + p.imports(code) + code
@@ -228,15 +231,19 @@ func (p *packages) exists(importPath, name, member string) error {
 	if err != nil {
 		return err
 	}
+
 	object := pkg.Scope().Lookup(name)
 	if object == nil {
 		return fmt.Errorf("%s has no %s", importPath, name)
 	}
+
 	if member == "" {
 		return nil
 	}
+
 	if found, _, _ := types.LookupFieldOrMethod(object.Type(), true, pkg, member); found == nil {
 		return fmt.Errorf("%s.%s has no %s", importPath, name, member)
 	}
+
 	return nil
 }

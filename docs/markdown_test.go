@@ -79,6 +79,7 @@ func documents(t *testing.T) (all []document) {
 		all = append(all, doc)
 		return err
 	})
+
 	require.NoError(t, err)
 	require.NotEmpty(t, all)
 	return all
@@ -136,6 +137,7 @@ func parse(path, text string) (document, error) {
 		doc.blocks = append(doc.blocks, b)
 		i = end
 	}
+
 	return doc, nil
 }
 

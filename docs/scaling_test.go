@@ -49,6 +49,7 @@ func scaledModels(t *testing.T) []scaled {
 		{"8B", llm.Config{Vocab: 128256, Dim: 4096, Layers: 32, Heads: 32, KVHeads: 8, FF: 14336,
 			Seq: 8192, Untied: true}.Default(), 1, 0},
 	}
+
 	// Apart from the update, the 8B model is assumed to compute as many FLOPs per second as the 925M
 	// model.
 	like, last := all[2], &all[3]
@@ -108,6 +109,7 @@ func pairs(t *testing.T) (all []pair) {
 		all = append(all, pair{paramsOf(shapes[m[1]].Default()), number(m[2]) * number(m[3]),
 			number(m[4]), number(m[5])})
 	}
+
 	require.Len(t, all, 3)
 	return all
 }
@@ -148,11 +150,13 @@ func (m scaled) step(t *testing.T, gpus float64, how exchange) float64 {
 		gradients = max(gradients, crossing/(how.net*netShare))
 		weights = max(weights, 2*params*out/hostGPUs/(how.net*netShare))
 	}
+
 	compute := m.compute() - m.update()
 	if how.hidden {
 		gradients = max(0, gradients-compute*2/3)
 		weights = max(0, weights-compute/3)
 	}
+
 	adding := params * addBytes / (h100Memory * adamShare)
 	return compute + m.update()/gpus + adding + delay + 2*peerDelay*(gpus-1) + gradients + weights
 }
@@ -202,6 +206,7 @@ func scalingTables(t *testing.T) []string {
 			paces += "\n"
 		}
 	}
+
 	return []string{bytes, paces, divisions(t, models[3])}
 }
 
@@ -229,6 +234,7 @@ func divisions(t *testing.T, m scaled) string {
 			milliseconds(d.bytes/nvlink), milliseconds(d.bytes/(infiniBand*netShare)),
 			milliseconds(d.bytes/(ethernet*netShare)), d.state/1e9)
 	}
+
 	return table
 }
 
@@ -253,12 +259,14 @@ func TestScaling(t *testing.T) {
 	for _, table := range scalingTables(t) {
 		require.Contains(t, string(text), table, "want this table:\n%s", table)
 	}
+
 	delay, nvlink := fit(t)
 	require.Contains(t, string(text), fmt.Sprintf("%.1f ms and %.0f GB/s", 1e3*delay, nvlink/1e9))
 	for _, p := range pairs(t) { // the line must fit each measurement
 		predicted := p.tokens/p.one - updateOf(p.params)/2 + delay + p.params*moved/2/nvlink
 		require.InEpsilon(t, 2*p.tokens/p.two, predicted, 0.005)
 	}
+
 	large := paramsOf(scaledModels(t)[3].config)
 	require.Greater(t, stateBytes(large, 2), cardBytes)
 	require.Less(t, stateBytes(large, 8), cardBytes)

@@ -131,6 +131,7 @@ func shellCommands(code string) (all [][]string) {
 			}
 		}
 	}
+
 	return all
 }
 
@@ -159,6 +160,7 @@ func (p *programs) checkCommand(words []string) error {
 	case name == "ncu": // NVIDIA's profiler
 		return nil
 	}
+
 	return fmt.Errorf("%q: this test does not know how to check it", name)
 }
 
@@ -184,6 +186,7 @@ func (p *programs) checkGo(verb string, args []string) error {
 	case "mod", "install":
 		return nil
 	}
+
 	return fmt.Errorf("go %s: this test does not know how to check it", verb)
 }
 
@@ -200,12 +203,14 @@ func (p *programs) checkKasmina(args []string) error {
 	for _, m := range kasminaOption.FindAllStringSubmatch(string(help), -1) {
 		options[m[1]], options[m[2]] = true, true
 	}
+
 	for _, a := range args[1:] {
 		option, _, _ := strings.Cut(a, "=")
 		if strings.HasPrefix(a, "-") && !options[option] {
 			return fmt.Errorf("kasmina %s has no option %s", args[0], option)
 		}
 	}
+
 	return nil
 }
 
@@ -214,27 +219,33 @@ func (p *programs) checkRun(args []string) error {
 	if len(args) == 0 {
 		return fmt.Errorf("go run of nothing")
 	}
+
 	name := strings.Replace(args[0], module, ".", 1)
 	if name == "." {
 		return nil // the reader's program
 	}
+
 	if name == "./cmd/kasmina" && len(args) > 1 {
 		return p.checkKasmina(args[1:])
 	}
+
 	options, ok := p.options[name]
 	if !ok {
 		return fmt.Errorf("go run %s: there is no such program, have %q", args[0],
 			slices.Sorted(maps.Keys(p.options)))
 	}
+
 	if len(args) > 1 && slices.Contains(subcommands[name], args[1]) {
 		name, args, options = name+" "+args[1], args[1:], p.options[name+" "+args[1]]
 	}
+
 	for _, a := range args[1:] {
 		option, _, _ := strings.Cut(strings.TrimLeft(a, "-"), "=")
 		if strings.HasPrefix(a, "-") && !options[option] {
 			return fmt.Errorf("%s has no option -%s", name, option)
 		}
 	}
+
 	return nil
 }
 
@@ -273,6 +284,7 @@ func checkGoTest(args []string) error {
 			wanted = append(wanted, value)
 		}
 	}
+
 	for _, w := range wanted {
 		pattern, err := regexp.Compile(w)
 		if err != nil {
@@ -283,6 +295,7 @@ func checkGoTest(args []string) error {
 			return fmt.Errorf("go test: nothing is named like %q", w)
 		}
 	}
+
 	return nil
 }
 
@@ -301,12 +314,14 @@ func testsOf(pkg string) (names []string) {
 			return nil
 		})
 	}
+
 	for _, f := range files {
 		text, _ := os.ReadFile(f)
 		for _, m := range testPattern.FindAllSubmatch(text, -1) {
 			names = append(names, string(m[1]))
 		}
 	}
+
 	return names
 }
 
@@ -328,12 +343,14 @@ func checkScript(file string, args []string) error {
 	if err != nil {
 		return err
 	}
+
 	for _, a := range args {
 		option, _, _ := strings.Cut(a, "=")
 		if strings.HasPrefix(a, "-") && !strings.Contains(string(text), `"`+option+`"`) {
 			return fmt.Errorf("%s has no option %s", file, option)
 		}
 	}
+
 	return nil
 }
 
@@ -437,10 +454,12 @@ func (p *programs) run(code, folder string) (printed string, err error) {
 	if err != nil {
 		return "", err
 	}
+
 	module, err := filepath.Abs(root)
 	if err != nil {
 		return "", err
 	}
+
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
 	c := exec.CommandContext(ctx, "bash", "-c", shim+code)
@@ -452,6 +471,7 @@ func (p *programs) run(code, folder string) (printed string, err error) {
 	if err := c.Run(); err != nil {
 		return "", fmt.Errorf("%w\n%s%s", err, out.String(), stderr.String())
 	}
+
 	return out.String(), nil
 }
 
@@ -460,6 +480,7 @@ func TestRun(t *testing.T) {
 	if testing.Short() {
 		t.Skip("the blocks are run without -short")
 	}
+
 	p := built(t)
 	for _, doc := range documents(t) {
 		if !slices.ContainsFunc(doc.blocks, func(b block) bool {

@@ -49,9 +49,11 @@ func check(args []string) error {
 	if err != nil {
 		return err
 	}
+
 	if err := list.Start(); err != nil {
 		return err
 	}
+
 	var errs []error
 	var checked []*maporder.Package
 	known, fset := map[string]*types.Package{"unsafe": types.Unsafe}, token.NewFileSet()
@@ -85,9 +87,11 @@ func check(args []string) error {
 			checked = append(checked, &maporder.Package{Files: files, Info: info})
 		}
 	}
+
 	if err := errors.Join(append(errs, list.Wait())...); err != nil {
 		return err
 	}
+
 	return maporder.Check(fset, checked)
 }
 
@@ -102,6 +106,7 @@ func (p listed) parse(fset *token.FileSet) (files []*ast.File, err error) {
 		}
 		files = append(files, f)
 	}
+
 	return files, nil
 }
 
@@ -115,6 +120,7 @@ func (p listed) assembled(fset *token.FileSet, files []*ast.File) error {
 		errs = append(errs, err)
 		assembly = append(assembly, b...)
 	}
+
 	for _, f := range files {
 		for _, d := range f.Decls {
 			fn, ok := d.(*ast.FuncDecl)
@@ -125,6 +131,7 @@ func (p listed) assembled(fset *token.FileSet, files []*ast.File) error {
 			}
 		}
 	}
+
 	return errors.Join(errs...)
 }
 

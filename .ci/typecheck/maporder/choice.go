@@ -10,6 +10,7 @@ func (s *scope) checkChoices(r *region) {
 	if _, ok := r.node.(*ast.FuncLit); ok {
 		return
 	}
+
 	ast.Inspect(r.body, func(n ast.Node) bool {
 		switch n := n.(type) {
 		case *ast.FuncLit:

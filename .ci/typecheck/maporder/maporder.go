@@ -89,6 +89,7 @@ func Check(fset *token.FileSet, pkgs []*Package) error {
 	for _, s := range all {
 		s.check()
 	}
+
 	slices.SortFunc(c.reports, func(a, b report) int {
 		return cmp.Or(cmp.Compare(a.at.Filename, b.at.Filename), a.at.Line-b.at.Line,
 			a.at.Column-b.at.Column)
@@ -97,6 +98,7 @@ func Check(fset *token.FileSet, pkgs []*Package) error {
 	for _, r := range c.reports {
 		errs = append(errs, fmt.Errorf("%s: %s", r.at, r.text))
 	}
+
 	return errors.Join(errs...)
 }
 
@@ -171,6 +173,7 @@ func newScope(c *checker, p *Package, decl ast.Node) *scope {
 		s.define(n)
 		return true
 	})
+
 	return s
 }
 
@@ -183,6 +186,7 @@ func (s *scope) define(n ast.Node) {
 			}
 		}
 	}
+
 	switch n := n.(type) {
 	case *ast.AssignStmt:
 		for i, to := range n.Lhs {
@@ -226,6 +230,7 @@ func (s *scope) callee(call *ast.CallExpr) *types.Func {
 	case *ast.IndexListExpr:
 		return s.callee(&ast.CallExpr{Fun: f.X})
 	}
+
 	return nil
 }
 
@@ -249,13 +254,16 @@ func fullName(f *types.Func) string {
 	if recv == nil {
 		return f.Name()
 	}
+
 	t := types.Unalias(recv.Type())
 	if p, ok := t.(*types.Pointer); ok {
 		t = types.Unalias(p.Elem())
 	}
+
 	if named, ok := t.(*types.Named); ok {
 		return named.Obj().Name() + "." + f.Name()
 	}
+
 	return f.Name()
 }
 

@@ -47,6 +47,7 @@ func (s *scope) follow(e ast.Expr, through []*types.Var) []origin {
 		}
 		return all
 	}
+
 	return []origin{{}}
 }
 
@@ -56,6 +57,7 @@ func (s *scope) within(e ast.Expr, through []*types.Var) []origin {
 	if !refers(s.typeOf(e)) {
 		return s.follow(e, through)
 	}
+
 	switch e := ast.Unparen(e).(type) {
 	case *ast.Ident:
 		v := s.variable(e)
@@ -100,6 +102,7 @@ func (s *scope) within(e ast.Expr, through []*types.Var) []origin {
 		}
 		return []origin{{}}
 	}
+
 	return s.follow(e, through)
 }
 
@@ -118,10 +121,12 @@ func (s *scope) given(d def, v *types.Var, through []*types.Var) []origin {
 	case !d.element || isA[*types.Signature](s.typeOf(d.loop.X)):
 		return []origin{{root: v}}
 	}
+
 	all := s.within(d.loop.X, through)
 	for i := range all {
 		all[i] = all[i].at(d.loop.Key)
 	}
+
 	return all
 }
 
@@ -200,6 +205,7 @@ func (s *scope) unique(e ast.Expr, r *region, through []types.Object) bool {
 			sizes.Sizeof(t) >= sizes.Sizeof(f)
 		return wider || types.Identical(from, to)
 	}
+
 	return false
 }
 
@@ -219,6 +225,7 @@ func (s *scope) fixed(e ast.Expr, r *region) bool {
 		}
 		return fixed
 	})
+
 	return fixed
 }
 
@@ -237,6 +244,7 @@ func (s *scope) changes(v *types.Var, r *region) (changes bool) {
 		}
 		return !changes
 	})
+
 	return changes
 }
 
@@ -246,9 +254,11 @@ func floating(t types.Type) bool {
 	if t == nil {
 		return false
 	}
+
 	if p, ok := types.Unalias(t).(*types.TypeParam); ok {
 		return slices.ContainsFunc(termsOf(p.Constraint()), floating)
 	}
+
 	switch t := t.Underlying().(type) {
 	case *types.Basic:
 		return t.Info()&(types.IsFloat|types.IsComplex) != 0
@@ -261,5 +271,6 @@ func floating(t types.Type) bool {
 			}
 		}
 	}
+
 	return false
 }

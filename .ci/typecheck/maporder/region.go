@@ -47,6 +47,7 @@ func (s *scope) findRegions() {
 		})
 		s.findFilled()
 	}
+
 	slices.SortFunc(s.regions, func(a, b *region) int {
 		return cmp.Compare(a.node.Pos(), b.node.Pos())
 	})
@@ -74,6 +75,7 @@ func (s *scope) region(n ast.Node) *region {
 			}
 		}
 	}
+
 	return nil
 }
 
@@ -144,6 +146,7 @@ func termsOf(t types.Type) (all []types.Type) {
 			all = append(all, termsOf(embedded)...)
 		}
 	}
+
 	return all
 }
 
@@ -186,6 +189,7 @@ func (s *scope) ordered(e ast.Expr, at ast.Node, through []*types.Var) bool {
 			return known != nil && known.yields
 		}
 	}
+
 	return false
 }
 
@@ -219,6 +223,7 @@ func (s *scope) literal(e ast.Expr) *ast.FuncLit {
 			}
 		}
 	}
+
 	return nil
 }
 

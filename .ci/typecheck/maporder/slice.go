@@ -56,6 +56,7 @@ func (s *scope) fill(n ast.Node, to, from ast.Expr) {
 	if s.base(to) == nil || errorsOnly(s.typeOf(to)) {
 		return
 	}
+
 	add := func(of ast.Expr, r *region, after token.Pos) {
 		if !slices.ContainsFunc(s.filled, func(f *filling) bool { return f.by == n && f.of == of }) {
 			s.filled = append(s.filled, &filling{of: of, by: n, r: r, after: after})
@@ -73,6 +74,7 @@ func (s *scope) fill(n ast.Node, to, from ast.Expr) {
 			return
 		}
 	}
+
 	if t := s.typeOf(to); (isA[*types.Slice](t) || isA[*types.Signature](t)) &&
 		!s.isEmpty(from) && s.fromMap(from, n) {
 		add(to, &region{node: from}, n.End())
@@ -100,6 +102,7 @@ func (s *scope) counted(to ast.Expr, r *region) bool {
 	if !ok || !isA[*types.Slice](s.typeOf(e.X)) || !s.shared(to, r, false) {
 		return false
 	}
+
 	counted := false
 	ast.Inspect(e.Index, func(n ast.Node) bool {
 		if id, ok := n.(*ast.Ident); ok {
@@ -108,6 +111,7 @@ func (s *scope) counted(to ast.Expr, r *region) bool {
 		}
 		return true
 	})
+
 	return counted
 }
 
@@ -135,6 +139,7 @@ func (s *scope) sortedBy(call *ast.CallExpr) (all []ast.Expr) {
 			}
 		}
 	}
+
 	return all
 }
 
@@ -150,6 +155,7 @@ func (s *scope) unwrapped(e ast.Expr) ast.Expr {
 	case *ast.UnaryExpr:
 		return s.unwrapped(x.X)
 	}
+
 	return ast.Unparen(e)
 }
 
@@ -182,6 +188,7 @@ func (s *scope) checkSlices() {
 				"it, or range over slices.Sorted(maps.Keys(...))", types.ExprString(f.of))
 		}
 	}
+
 	ast.Inspect(s.decl, func(n ast.Node) bool {
 		e, ok := n.(ast.Expr)
 		if !ok || s.Info.Types[e].IsType() || errorsOnly(s.typeOf(e)) || !s.fromMap(e, e) ||
@@ -205,14 +212,17 @@ func (s *scope) escapes(e ast.Expr) bool {
 	if !ok {
 		return true
 	}
+
 	v := s.variable(id)
 	if v.Pos() < s.decl.Pos() || s.decl.End() <= v.Pos() {
 		return true
 	}
+
 	fn, ok := s.decl.(*ast.FuncDecl)
 	if !ok {
 		return false
 	}
+
 	if fn.Type.Results != nil && fn.Type.Results.Pos() <= v.Pos() && v.Pos() < fn.Type.Results.End() {
 		bare := false
 		ast.Inspect(fn.Body, func(n ast.Node) bool {
@@ -222,6 +232,7 @@ func (s *scope) escapes(e ast.Expr) bool {
 		})
 		return bare
 	}
+
 	return false
 }
 
@@ -247,6 +258,7 @@ func (s *scope) harmless(e ast.Expr) bool {
 		}
 		break
 	}
+
 	switch up := up.(type) {
 	case *ast.RangeStmt:
 		return up.X == child
@@ -282,5 +294,6 @@ func (s *scope) harmless(e ast.Expr) bool {
 	case *ast.SelectorExpr:
 		return true
 	}
+
 	return false
 }

@@ -48,6 +48,7 @@ func (s *scope) sums(n ast.Node) (all []ast.Expr) {
 	if !ok {
 		return nil
 	}
+
 	switch a.Tok {
 	case token.ADD_ASSIGN, token.SUB_ASSIGN:
 		if floating(s.typeOf(a.Lhs[0])) && !s.whole(a.Rhs[0]) {
@@ -70,6 +71,7 @@ func (s *scope) sums(n ast.Node) (all []ast.Expr) {
 			}
 		}
 	}
+
 	return all
 }
 
@@ -87,6 +89,7 @@ func (s *scope) folds(from, to ast.Expr) bool {
 		s.calls(call, "maps") {
 		return false
 	}
+
 	var elem types.Type
 	switch t := s.typeOf(to); t := t.Underlying().(type) {
 	case *types.Slice:
@@ -94,6 +97,7 @@ func (s *scope) folds(from, to ast.Expr) bool {
 	case *types.Pointer:
 		elem = t.Elem()
 	}
+
 	return floating(elem) && s.mentions(from, to, nil)
 }
 
@@ -107,6 +111,7 @@ func (s *scope) mentions(e, x ast.Expr, through []*types.Var) bool {
 			return !s.same(arg, x) && s.mentions(arg, x, through)
 		})
 	}
+
 	if s.same(e, x) && len(through) == 0 {
 		return false // x = x
 	}
@@ -141,6 +146,7 @@ func (s *scope) mentions(e, x ast.Expr, through []*types.Var) bool {
 		}
 		return !found
 	})
+
 	return found
 }
 
@@ -157,6 +163,7 @@ func (s *scope) loopStart(x ast.Node) token.Pos {
 			return n.Pos()
 		}
 	}
+
 	return token.NoPos
 }
 
@@ -196,6 +203,7 @@ func (s *scope) base(e ast.Expr) *types.Var {
 	case *ast.StarExpr:
 		return s.base(e.X)
 	}
+
 	return nil
 }
 
@@ -226,6 +234,7 @@ func (f *function) summarize() bool {
 	if f.adds == nil {
 		f.adds, f.sorts, f.callsInOrder = map[addition]bool{}, map[int]bool{}, map[int]bool{}
 	}
+
 	before, yielded := len(f.adds)+len(f.sorts)+len(f.callsInOrder), f.yields
 
 	ast.Inspect(f.decl.Body, func(n ast.Node) bool {
@@ -259,6 +268,7 @@ func (f *function) summarize() bool {
 		}
 		return true
 	})
+
 	return len(f.adds)+len(f.sorts)+len(f.callsInOrder) > before || f.yields != yielded
 }
 
@@ -280,10 +290,12 @@ func (f *function) iterates(v *types.Var) {
 	if v == nil || !isA[*types.Signature](v.Type()) {
 		return
 	}
+
 	if i, ok := f.param(v); ok {
 		f.callsInOrder[i] = true
 		return
 	}
+
 	ast.Inspect(f.decl.Body, func(n ast.Node) bool {
 		if lit, ok := n.(*ast.FuncLit); ok && slices.Contains(f.params(lit.Type), types.Object(v)) {
 			_, returned := f.parents[lit].(*ast.ReturnStmt)
@@ -299,6 +311,7 @@ func (f *function) add(o origin, e ast.Expr) {
 	if o.root == nil {
 		return
 	}
+
 	a := addition{index: noIndex}
 	if i, ok := f.param(o.root); ok {
 		if id, isIdent := e.(*ast.Ident); isIdent && f.variable(id) == o.root {
@@ -313,6 +326,7 @@ func (f *function) add(o origin, e ast.Expr) {
 	} else {
 		return
 	}
+
 	for _, x := range o.indices {
 		if id, ok := ast.Unparen(x).(*ast.Ident); ok {
 			if i, ok := f.param(f.variable(id)); ok && len(f.defs[f.variable(id)]) == 0 {
@@ -320,6 +334,7 @@ func (f *function) add(o origin, e ast.Expr) {
 			}
 		}
 	}
+
 	f.adds[a] = true
 }
 
@@ -346,19 +361,23 @@ func (s *scope) effects(call *ast.CallExpr) (all []origin) {
 	if lit := s.literal(call.Fun); lit != nil {
 		return s.litEffects(lit)
 	}
+
 	fn := s.callee(call)
 	if fn == nil {
 		return nil
 	}
+
 	if known := s.known(fn); known != nil {
 		for _, a := range slices.SortedFunc(maps.Keys(known.adds), additions) {
 			all = append(all, s.effect(call, a)...)
 		}
 		return all
 	}
+
 	if fn.Pkg() == nil || !slices.Contains(accumulating, fn.Pkg().Path()) {
 		return nil
 	}
+
 	to := addition{param: 0, index: noIndex}
 	if fn.Signature().Recv() != nil {
 		if !strings.HasPrefix(fullName(fn), "Float.") {
@@ -366,10 +385,12 @@ func (s *scope) effects(call *ast.CallExpr) (all []origin) {
 		}
 		to.param = -1
 	}
+
 	if arg := s.argument(call, to.param); arg != nil && slices.ContainsFunc(call.Args,
 		func(x ast.Expr) bool { return to.param == 0 || s.same(x, arg) }) {
 		all = s.effect(call, to)
 	}
+
 	return all
 }
 
@@ -378,21 +399,25 @@ func (s *scope) effect(call *ast.CallExpr, a addition) []origin {
 	if a.global != nil {
 		return []origin{{root: a.global}}
 	}
+
 	arg := s.argument(call, a.param)
 	if arg == nil {
 		return nil
 	}
+
 	var all []origin
 	if refers(s.typeOf(arg)) {
 		all = s.within(arg, nil)
 	} else {
 		all = s.follow(arg, nil) // the receiver, which is passed by address
 	}
+
 	if a.index != noIndex {
 		for i := range all {
 			all[i] = all[i].at(s.argument(call, a.index))
 		}
 	}
+
 	return all
 }
 
@@ -424,6 +449,7 @@ func (s *scope) litEffects(lit *ast.FuncLit) (all []origin) {
 		}
 		return true
 	})
+
 	return all
 }
 

@@ -62,6 +62,7 @@ func (s *scope) writes(call *ast.CallExpr) ast.Expr {
 			return s.target(sel.X)
 		}
 	}
+
 	return nil
 }
 
