@@ -45,6 +45,7 @@ var load = sync.OnceValues(func() (*packages, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w\n%s", err, stderr.Bytes())
 	}
+
 	p := &packages{map[string]string{}, map[string][]string{}, nil, token.NewFileSet()}
 	for d := json.NewDecoder(bytes.NewReader(out)); ; {
 		var listed struct{ ImportPath, Name, Export string }
@@ -59,9 +60,11 @@ var load = sync.OnceValues(func() (*packages, error) {
 			p.paths[listed.Name] = append(p.paths[listed.Name], listed.ImportPath)
 		}
 	}
+
 	for _, all := range p.paths {
 		slices.SortStableFunc(all, func(a, b string) int { return rankOf(b) - rankOf(a) })
 	}
+
 	p.check = importer.ForCompiler(p.fset, "gc", func(path string) (io.ReadCloser, error) {
 		file := p.export[path]
 		if file == "" {
@@ -69,6 +72,7 @@ var load = sync.OnceValues(func() (*packages, error) {
 		}
 		return os.Open(file)
 	})
+
 	return p, nil
 })
 

@@ -31,18 +31,22 @@ var build = sync.OnceValues(func() (*programs, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	p := &programs{folder, map[string]map[string]bool{}}
 	out, err := command("go", "list", "-f", "{{if eq .Name \"main\"}}{{.ImportPath}}{{end}}",
 		"./...")
 	if err != nil {
 		return p, err
 	}
+
 	all := strings.Fields(out)
+
 	// Linking debug information would double the time.
 	_, err = command("go", append([]string{"build", "-ldflags=-s -w", "-o", folder}, all...)...)
 	if err != nil {
 		return p, err
 	}
+
 	for _, importPath := range all {
 		help, err := exec.Command(filepath.Join(folder, filepath.Base(importPath)),
 			"--help").CombinedOutput()
@@ -59,6 +63,7 @@ var build = sync.OnceValues(func() (*programs, error) {
 			p.options[program+" "+subcommand] = optionsIn(help)
 		}
 	}
+
 	return p, nil
 })
 
