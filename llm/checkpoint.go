@@ -5,7 +5,6 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
-	"maps"
 	"slices"
 	"strings"
 
@@ -80,12 +79,12 @@ func (t *Trainer) SaveParts(path string) error {
 	}
 	defer take(t.Model)()
 	defer t.team.busy("writing its part of a checkpoint")()
-	return t.team.agree(t.saveParts(path, t.team.ranks()))
+	return t.team.agree(t.saveTogether(path, t.team.ranks()))
 }
 
-// saveParts is SaveParts with the model locked. Files left over after an error are removed by the next
+// saveTogether is SaveParts with the model locked. Files left over after an error are removed by the next
 // save.
-func (t *Trainer) saveParts(path string, e Parallel) error {
+func (t *Trainer) saveTogether(path string, e Parallel) error {
 	set, err := shared(t, "set of files", modelfile.Parts{ID: randomID(), Files: e.Ranks()})
 	if err != nil {
 		return err
@@ -196,62 +195,12 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 }
 
 // snapshotOf is snapshot with the optimizer state that the given function returns.
-func (t *Trainer) snapshotOf(remembered func() ([]optim.Tensor, error)) ([]safetensors.Tensor,
+func (t *Trainer) snapshotOf(moments func() ([]optim.Tensor, error)) ([]safetensors.Tensor,
 	map[string]string, error) {
 	if err := t.usable(); err != nil {
 		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
 	}
-
-	tensors, metadata, err := tensorsOf(t.Model)
-	if err != nil {
-		return nil, nil, err
-	}
-
-	if err := t.driver.probe(); err != nil {
-		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
-	}
-
-	state, err := remembered()
-	if err != nil {
-		return nil, nil, err
-	}
-
-	for _, s := range state {
-		x, err := safetensors.New(modelfile.OptimizerPrefix+s.Name, s.Shape, s.Data)
-		if err != nil {
-			return nil, nil, fmt.Errorf("llm: saving the optimizer: %w", err)
-		}
-		tensors = append(tensors, x)
-	}
-
-	parts, err := t.saveStates(metadata)
-	if err != nil {
-		return nil, nil, err
-	}
-
-	tensors = append(tensors, parts...)
-
-	e := t.Last()
-	values := map[string]any{
-		modelfile.TrainingKey: training{LossScale: t.driver.lossScale(),
-			Step:  e.Step,
-			Spent: t.spent, Share: t.share, Losses: jsonfloat.Float(t.losses), Summed: t.summed,
-			Settings: *t.settings(),
-			Loader:   t.Loader.State(), Loss: jsonfloat.Float(e.Loss),
-			LearningRate: e.LearningRate, GradNorm: jsonfloat.Float(e.GradNorm),
-			ValLoss: jsonfloat.Float(e.ValLoss), ValBPB: jsonfloat.Float(e.ValBPB)},
-		modelfile.NotesKey: t.Config.Notes,
-	}
-
-	for _, key := range slices.Sorted(maps.Keys(values)) {
-		text, err := json.Marshal(values[key])
-		if err != nil {
-			return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
-		}
-		metadata[key] = string(text)
-	}
-
-	return tensors, metadata, nil
+	return t.saveParts(&savedRun{moments: moments, metadata: map[string]string{}})
 }
 
 // copyTensors replaces the data of tensors with copies, on all cores.

@@ -198,7 +198,7 @@ func (e *EMA) Load(r *CheckpointReader) (install func(), err error) {
 	}
 
 	var params []Param
-	shapes := maps.Collect(r.run.layout.Parameters())
+	shapes := maps.Collect(r.run.model.layout.Parameters())
 	for _, name := range r.Tensors() {
 		shape, values, err := r.Tensor(name)
 		if err != nil {
@@ -220,7 +220,7 @@ func (e *EMA) Load(r *CheckpointReader) (install func(), err error) {
 			ErrArchitecture, n, len(shapes))
 	}
 
-	layout, lattices := r.run.layout, r.run.lattices
+	layout, lattices := r.run.model.layout, r.run.lattices
 	return func() {
 		e.mu.Lock()
 		defer e.mu.Unlock()

@@ -93,7 +93,18 @@ func (b *branch) save(w *CheckpointWriter, prefix string) error {
 }
 
 // Load implements [Part].
+//
+// Grow may still be called after Resume. Unless it has been, Run compares how the trainer and the resumed run
+// grow.
 func (g *growth) Load(r *CheckpointReader) (install func(), err error) {
+	grew := r.run.Settings.Growth
+	if g.options != nil || r.run.options.newSettings {
+		r.differences = append(r.differences, g.settings().Differences(grew)...)
+	}
+	if r.run.options.newSettings {
+		grew = nil
+	}
+
 	var loaded growthState
 	if loaded.snapshots, err = g.loadSnapshots(r); err != nil {
 		return nil, err
@@ -103,7 +114,7 @@ func (g *growth) Load(r *CheckpointReader) (install func(), err error) {
 	}
 
 	r.run.growing = loaded
-	return func() { g.growthState, g.reshaped = loaded, nil }, nil
+	return func() { g.growthState, g.reshaped, g.grew = loaded, nil, grew }, nil
 }
 
 func (g *growth) loadSnapshots(r *CheckpointReader) (all snapshots, err error) {
@@ -117,7 +128,7 @@ func (g *growth) loadSnapshots(r *CheckpointReader) (all snapshots, err error) {
 	}
 
 	for i, s := range states {
-		if err := g.checkSnapshot(s, r.run.layout.Config); err != nil {
+		if err := g.checkSnapshot(s, r.run.model.Config); err != nil {
 			return nil, err
 		}
 		b, err := g.loadBranch(r, layout{s.Config, s.Planted}, snapshotPrefix(i), s.LossScale)
@@ -197,7 +208,7 @@ func (g *growth) loadTwin(r *CheckpointReader) (*twin, error) {
 	}
 
 	var err error
-	if w.branch, err = g.loadBranch(r, r.run.layout, twinPrefix, s.LossScale); err != nil {
+	if w.branch, err = g.loadBranch(r, r.run.model.layout, twinPrefix, s.LossScale); err != nil {
 		return nil, err
 	}
 

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
+	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -23,7 +24,8 @@ import (
 // [StepFinisher], and [EventReceiver].
 type Part interface {
 	// Name identifies the part's state in a checkpoint. It consists of lower-case letters, digits
-	// and hyphens, and no two parts of a trainer have the same name.
+	// and hyphens, and no two parts of a trainer have the same name. The trainer's own parts are named
+	// run, loader, model, optimizer and growth.
 	Name() string
 	// Save adds the part's state to a checkpoint. It is called between two steps, and the data is
 	// copied or written before the next step.
@@ -92,7 +94,7 @@ func (t *Trainer) Use(parts ...Part) error {
 	}
 	defer take(t.Model)()
 
-	used := t.components()
+	used := t.allParts()
 	for _, p := range parts {
 		if p == nil {
 			return errors.New("llm: Use: a part is nil")
@@ -108,7 +110,7 @@ func (t *Trainer) Use(parts ...Part) error {
 		used = append(used, p)
 	}
 
-	t.parts = used[1:] // without the trainer's own growth
+	t.parts = used[len(t.ownParts()):] // without the trainer's own growth
 	for _, p := range parts {
 		if r, ok := p.(EventReceiver); ok {
 			t.On(r.Receive)
@@ -147,61 +149,85 @@ func (t *Trainer) finishParts() error {
 	return eachPart(t, func(p StepFinisher) error { return p.FinishStep(Turn{t}) })
 }
 
-// saveStates adds the state of all parts to a checkpoint.
-func (t *Trainer) saveStates(metadata map[string]string) (tensors []safetensors.Tensor, err error) {
-	for _, p := range t.components() {
-		w := &CheckpointWriter{prefix: modelfile.PartPrefix + p.Name() + ".", values: map[string]any{}}
-		if err := p.Save(w); err != nil {
-			return nil, fmt.Errorf("llm: saving part %s: %w", p.Name(), err)
+// ownParts returns the parts of the trainer itself, in the order in which they read a checkpoint. What can be
+// refused without reading tensors comes first.
+func (t *Trainer) ownParts() []Part {
+	return []Part{progressPart{t}, loaderPart{t}, modelPart{t}, optimizerPart{t}, &t.growth}
+}
+
+// allParts returns all parts, whose state a checkpoint consists of.
+func (t *Trainer) allParts() []Part { return append(t.ownParts(), t.parts...) }
+
+// saveParts has every part save itself, and returns the contents of a checkpoint.
+func (t *Trainer) saveParts(run *savedRun) (tensors []safetensors.Tensor, metadata map[string]string,
+	err error) {
+	for i, p := range t.allParts() {
+		w := &CheckpointWriter{prefix: modelfile.PartPrefix + p.Name() + ".", values: map[string]any{},
+			run: run}
+		own := i < len(t.ownParts())
+		if err := p.Save(w); err != nil && own {
+			return nil, nil, err
+		} else if err != nil {
+			return nil, nil, fmt.Errorf("llm: saving part %s: %w", p.Name(), err)
 		}
-		if len(w.values) == 0 && len(w.tensors) == 0 && p == Part(&t.growth) {
-			continue
+
+		tensors = append(tensors, w.tensors...)
+		if len(w.values) == 0 && own {
+			continue // its tensors and the state of the run say everything
 		}
 
 		text, err := json.Marshal(w.values)
 		if err != nil {
-			return nil, fmt.Errorf("llm: saving part %s: %w", p.Name(), err)
+			return nil, nil, fmt.Errorf("llm: saving part %s: %w", p.Name(), err)
 		}
 		if len(text) > modelfile.MaxPart {
-			return nil, fmt.Errorf("llm: saving part %s: its values take %d bytes as JSON, want at most "+
-				"%d: save long data as tensors", p.Name(), len(text), modelfile.MaxPart)
+			return nil, nil, fmt.Errorf("llm: saving part %s: its values take %d bytes as JSON, want at "+
+				"most %d: save long data as tensors", p.Name(), len(text), modelfile.MaxPart)
 		}
-		metadata[modelfile.PartKey+p.Name()] = string(text)
-		tensors = append(tensors, w.tensors...)
+		run.metadata[modelfile.PartKey+p.Name()] = string(text)
 	}
 
-	return tensors, nil
+	text, err := json.Marshal(run.training)
+	if err != nil {
+		return nil, nil, fmt.Errorf("llm: saving the run: %w", err)
+	}
+	run.metadata[modelfile.TrainingKey] = string(text)
+
+	return tensors, run.metadata, nil
 }
 
-// components returns the parts that are saved in a checkpoint next to the model, the optimizer, the
-// loader, and the progress of the run.
-func (t *Trainer) components() []Part { return append([]Part{&t.growth}, t.parts...) }
+// loadParts has every part load itself from a checkpoint. It returns a function that makes the loaded states
+// theirs, and everything in which the parts differ from those of the run.
+func (t *Trainer) loadParts(ctx context.Context, f *modelfile.File, run *resumedRun) (install func(),
+	differences []string, err error) {
+	if err := f.Fits(fileShapeOf(run.model.layout, t.Model.Dtype())); err != nil {
+		return nil, nil, err
+	}
 
-// loadStates makes every part read its state from a checkpoint. It returns a function that installs the
-// states, and a description of the differences between the trainer's parts and the run's.
-func (t *Trainer) loadStates(ctx context.Context, f *modelfile.File, resumed *resumedRun) (
-	install func(), differences []string, err error) {
 	var installs []func()
 	known := map[string]bool{}
-	for _, p := range t.components() {
-		name := p.Name()
+	for i, p := range t.allParts() {
+		name, own := p.Name(), i < len(t.ownParts())
 		known[name] = true
 		_, saved := f.Metadata[modelfile.PartKey+name]
-		if !saved && p != Part(&t.growth) {
+		if !saved && !own {
 			differences = append(differences, fmt.Sprintf("part %s is new, and its state is not in the "+
 				"checkpoint", name))
 			continue
 		}
 
-		r := &CheckpointReader{ctx: ctx, file: f, part: name, run: resumed}
+		r := &CheckpointReader{ctx: ctx, file: f, part: name, run: run}
 		if saved {
 			if err := f.Decode(modelfile.PartKey+name, "the state of part "+name, modelfile.MaxPart,
 				&r.values); err != nil {
 				return nil, nil, err
 			}
 		}
+
 		install, err := p.Load(r)
-		if err != nil {
+		if err != nil && own {
+			return nil, nil, err
+		} else if err != nil {
 			return nil, nil, f.Errorf("part %s: %w", name, err)
 		}
 		if install != nil {
@@ -229,6 +255,7 @@ type CheckpointWriter struct {
 	prefix  string
 	tensors []safetensors.Tensor
 	values  map[string]any
+	run     *savedRun
 }
 
 // Value adds a value that encoding/json can encode. All values of a part together may take 512 KiB.
@@ -283,7 +310,7 @@ func (r *CheckpointReader) Tensors() (names []string) {
 }
 
 // Config returns the configuration of the model in the checkpoint, which may have grown.
-func (r *CheckpointReader) Config() Config { return r.run.layout.Config }
+func (r *CheckpointReader) Config() Config { return r.run.model.Config }
 
 // Differs reports that the part is set up differently from the part that was saved. Resume then refuses
 // the checkpoint with [ErrSettings], unless the differences are accepted with [WithNewSettings].
@@ -291,10 +318,20 @@ func (r *CheckpointReader) Differs(format string, args ...any) {
 	r.differences = append(r.differences, fmt.Sprintf("part %s: ", r.part)+fmt.Sprintf(format, args...))
 }
 
-// resumedRun holds the run that Resume has read, before the run's parts load their state.
+// A savedRun is what the trainer's own parts share while a checkpoint is written.
+type savedRun struct {
+	training training
+	metadata map[string]string
+
+	// moments returns the optimizer state that the checkpoint's main file contains.
+	moments func() ([]optim.Tensor, error)
+}
+
+// A resumedRun is what the trainer's own parts share while a checkpoint is read.
 type resumedRun struct {
 	*training
-	layout  layout      // of the model in the checkpoint
+	options *resumption
+	model   modelState  // the layout from the start; parameters and moments are set by their parts
 	growing growthState // set by growth
 
 	// lattices returns the state of the lattices once Resume has installed the checkpoint.

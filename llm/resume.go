@@ -75,22 +75,12 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	}
 	defer f.Close()
 
-	run, c, diff, err := t.runIn(f, &r)
+	run, err := t.readRun(f, &r)
 	if err != nil {
 		return err
 	}
 
-	if err := f.Fits(fileShapeOf(c, t.Model.Dtype())); err != nil {
-		return err
-	}
-
-	params, loadModel, err := contentsIn(ctx, t.Model, f, c)
-	if err != nil {
-		return err
-	}
-
-	resumed := &resumedRun{training: run, layout: c, lattices: t.Model.Kasmina.Arrays}
-	install, differences, err := t.loadStates(ctx, f, resumed)
+	install, differences, err := t.loadParts(ctx, f, run)
 	if err != nil {
 		return err
 	}
@@ -99,163 +89,63 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 		return f.Errorf("%w: %s", ErrSettings, withRemedy(differences))
 	}
 
-	diff = append(diff, differences...)
-	optimizer, err := r.optimizerIn(ctx, f, fileShapeOf(c, t.Model.Dtype()))
-	if err != nil {
-		return err
-	}
-
-	other := !t.Model.layout().SameBlocks(c)
+	other := !t.Model.layout().SameBlocks(run.model.layout)
 	if other && trainersOf(t.Model) > 1 {
 		return f.Errorf("its model has other blocks, and another trainer of the model is open: " +
 			"close it")
 	}
 
-	read := modelState{layout: c, Params: params, Moments: optimizer}
-	if err := t.setStates(run, resumed.growing, read); err != nil {
+	if err := t.setStates(run); err != nil {
 		return f.Errorf("%w", err)
 	}
 
-	loadModel()
 	install()
-	if err := t.goOn(run, other); err != nil {
+	if err := t.goOn(run.training, other); err != nil {
 		return f.Errorf("%w", err)
-	}
-
-	if t.growth.grew = run.Settings.Growth; r.newSettings {
-		t.growth.grew = nil
 	}
 
 	done() // the report function may save
-	r.tell(diff)
+	r.tell(differences)
 	return nil
 }
 
-// runIn reads the state of a run from a file and checks that the trainer can continue it. It also returns
-// the model's configuration, which may have more blocks than the original one, and the accepted
-// differences in settings.
-func (t *Trainer) runIn(f *modelfile.File, r *resumption) (*training, layout, []string, error) {
-	c, err := layoutIn(f)
+// readRun reads the header of a checkpoint: the state of the run that is not a tensor, and the layout of its
+// model, which may have grown. The parts of the trainer read and check the rest.
+func (t *Trainer) readRun(f *modelfile.File, r *resumption) (*resumedRun, error) {
+	l, err := layoutIn(f)
 	if err != nil {
-		return nil, c, nil, err
+		return nil, err
 	}
 
-	if diff := settings.Fields(t.Model.Config.Origin(), c.Origin()); len(diff) > 0 {
-		return nil, c, nil, f.Errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
+	if diff := settings.Fields(t.Model.Config.Origin(), l.Origin()); len(diff) > 0 {
+		return nil, f.Errorf("%w: %s", ErrArchitecture, strings.Join(diff, "; "))
 	}
 
-	// values that the file has as null
-	run := &training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown}
 	if _, ok := f.Metadata[modelfile.TrainingKey]; !ok {
-		return nil, c, nil,
-			f.Errorf("it holds a model alone, without the state of a run: LoadModel loads it")
+		return nil, f.Errorf("it holds a model alone, without the state of a run: LoadModel loads it")
 	}
 
 	for _, prefix := range []string{modelfile.BeforePrefix, modelfile.TwinPrefix} {
 		for name := range f.With(prefix) {
-			return nil, c, nil, f.Errorf("it was written by an older version, which saved growth that has "+
+			return nil, f.Errorf("it was written by an older version, which saved growth that has "+
 				"not been decided in another format (tensor %.100q): continue the run with that version "+
 				"until its blueprints are fossilized or culled", name)
 		}
 	}
 
-	limit := modelfile.MaxRun + c.Tensors()*modelfile.MaxRule
+	// values that the file has as null
+	run := &training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown}
+	limit := modelfile.MaxRun + l.Tensors()*modelfile.MaxRule
 	if err := f.Decode(modelfile.TrainingKey, "the state of the run", limit, run); err != nil {
-		return nil, c, nil, err
+		return nil, err
 	}
 
 	if r.newData != nil {
 		run.begin(*r.newData, t.Loader)
 	}
 
-	if run.Step < 0 || run.Step > t.Config.Steps {
-		return nil, c, nil,
-			f.Errorf("the run is at step %d, want 0 to TrainConfig.Steps, which is %d; plan "+
-				"more steps to continue from there", run.Step, t.Config.Steps)
-	}
-
-	const most = 1 << 62 // far beyond any run, and safe from overflow
-	if run.Spent.Time < 0 || run.Spent.Time > most || run.Spent.Tokens < 0 ||
-		run.Spent.Tokens > most || !(run.Spent.FLOPs >= 0) || !(run.Share >= 0 && run.Share <= 1) ||
-		run.Summed < 0 || run.Summed > run.Step || run.Losses-run.Losses != 0 {
-		return nil, c, nil,
-			f.Errorf("the run has spent %+v, a share of %v, and the losses of its epoch's %d steps "+
-				"add up to %v", run.Spent, run.Share, run.Summed, run.Losses)
-	}
-
-	if t.Config.Budget != (Budget{}) && t.Config.Budget.String() != run.Settings.Budget {
-		run.Share = t.Config.Budget.ShareOf(run.Spent)
-	}
-
-	if err := t.knowsText(run); err != nil {
-		return nil, c, nil, f.Errorf("%w", err)
-	}
-
-	diff := t.settings().Differences(run.Settings, t.Config.Schedule)
-	options, err := kasminaOptionsIn(f)
-	if err != nil {
-		return nil, c, nil, err
-	}
-	for _, d := range settings.Fields(t.Model.KasminaOptions, options) {
-		diff = append(diff, "Model.KasminaOptions."+d)
-	}
-
-	if t.growth.options != nil || r.newSettings { // otherwise Grow may still be called, and Run checks again
-		diff = append(diff, t.growth.settings().Differences(run.Settings.Growth)...)
-	}
-
-	if len(diff) > 0 && !r.newSettings {
-		return nil, c, nil, f.Errorf("%w: %s", ErrSettings, withRemedy(diff))
-	}
-
-	if seed := t.Loader.Config().Seed; run.Settings.Seed != seed {
-		run.Loader.Seed, run.Loader.Epoch, run.Loader.Next = seed, run.Loader.Epoch+1, 0
-	}
-
-	return run, c, diff, nil
-}
-
-// knowsText returns an error if a run was trained on other text than the loader's, or with another
-// tokenizer.
-func (t *Trainer) knowsText(run *training) error {
-	if here, there := t.Loader.Tokenizer(), run.Settings.Tokenizer; there != "" &&
-		there != here {
-		return fmt.Errorf("%w: the run used tokenizer %q, and the trainer's data is encoded "+
-			"by %q: encode the text with the tokenizer of the run", ErrSettings, there, here)
-	}
-
-	switch here := t.Loader.State().Data; {
-	case run.Loader.Data == here:
-		return nil
-	case len(run.Loader.Data) == oldFingerprint && run.Settings.Growth == nil:
-		return fmt.Errorf("%w: this older checkpoint identifies its text by the names and sizes of "+
-			"files (fingerprint %q), not by its contents: if yours is the same, continue with it, "+
-			"from its start, with the option WithNewData", data.ErrChanged, run.Loader.Data)
-	default:
-		return fmt.Errorf("%w: the run was trained on other text than the trainer's loader has "+
-			"(fingerprint %.12q, not %.12q): use the same text, or continue with this one with "+
-			"the option WithNewData", data.ErrChanged, run.Loader.Data, here)
-	}
-}
-
-// optimizerIn reads the optimizer state, unless the optimizer is to start afresh.
-func (r *resumption) optimizerIn(ctx context.Context, f *modelfile.File,
-	shape modelfile.Shape) ([]optim.Tensor, error) {
-	if r.newData != nil && !r.newData.Optimizer {
-		return nil, nil
-	}
-
-	all, err := momentsIn(ctx, f, modelfile.OptimizerPrefix)
-	if err != nil {
-		return nil, err
-	}
-
-	apart, err := f.Moments(ctx, shape)
-	for _, m := range apart {
-		all = append(all, optim.Tensor{Name: m.Name, Shape: m.Shape, Data: m.Data})
-	}
-
-	return all, err
+	return &resumedRun{training: run, options: r, model: modelState{layout: l},
+		lattices: t.Model.Kasmina.Arrays}, nil
 }
 
 // momentsIn reads optimizer state that is stored with a prefix.
@@ -277,7 +167,7 @@ func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []opt
 //
 // The optimizer is also tried with the state that a rollback or the end of a trial would need, so that a
 // file that cannot be continued is refused now.
-func (t *Trainer) setStates(run *training, growing growthState, read modelState) error {
+func (t *Trainer) setStates(run *resumedRun) error {
 	// A diverged model is a good reason to resume.
 	if err := pull(t.Model); err != nil && !errors.Is(err, ErrDiverged) {
 		return err
@@ -304,13 +194,13 @@ func (t *Trainer) setStates(run *training, growing growthState, read modelState)
 		return nil
 	}
 
-	for _, b := range growing.snapshots {
+	for _, b := range run.growing.snapshots {
 		if err := try("the model from before it grew", b.branch); err != nil {
 			return err
 		}
 	}
 
-	if w := growing.twin; w != nil && !w.lost {
+	if w := run.growing.twin; w != nil && !w.lost {
 		if err := try("the model's twin", w.branch); err != nil {
 			return err
 		}
@@ -324,8 +214,8 @@ func (t *Trainer) setStates(run *training, growing growthState, read modelState)
 		return undo(err)
 	}
 
-	if err := t.driver.setOptimizer(known, read); err != nil {
-		known = slices.Concat(known, read.Params)
+	if err := t.driver.setOptimizer(known, run.model); err != nil {
+		known = slices.Concat(known, run.model.Params)
 		return undo(err)
 	}
 
@@ -337,13 +227,6 @@ func (t *Trainer) setStates(run *training, growing growthState, read modelState)
 func (t *Trainer) goOn(run *training, other bool) error {
 	changed(t.Model)
 	hold(t.Model, holder{t})
-	t.progress = progress{spent: run.Spent, share: run.Share, losses: float64(run.Losses),
-		summed: run.Summed}
-	t.note(func(e *Event) {
-		e.Step, e.Loss = run.Step, float64(run.Loss)
-		e.LearningRate, e.GradNorm = run.LearningRate, float64(run.GradNorm)
-		e.ValLoss, e.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
-	})
 	t.noteEnd()
 	other = other || !slices.Equal(t.driver.attached, attachedTo(t.Model.Kasmina))
 	if !other && t.driver.engine != nil {
