@@ -66,7 +66,7 @@ func TestEvalInterrupted(t *testing.T) {
 	err := run(ctx, []string{"eval", "-m", tiny, "-d", text, "--seq", "30000", "--device", "cpu"}, io.Discard,
 		io.Discard)
 	require.ErrorIs(t, err, context.DeadlineExceeded)
-	require.Less(t, time.Since(start), 5*time.Second) // the batch takes half a minute
+	require.Less(t, time.Since(start), 15*time.Second) // the batch takes half a minute
 }
 
 // TestPromptFromStandardInput checks that --prompt - reads the prompt from standard input.

@@ -206,7 +206,7 @@ func TestKilledRanks(t *testing.T) {
 		cancel()
 		var e *launch.Error
 		if found && errors.As(err, &e) {
-			require.Less(t, time.Since(from), 10*time.Second)
+			require.Less(t, time.Since(from), 30*time.Second)
 			require.Equal(t, victim, e.Deaths[0].Rank, "%v\n%s", err, out.text.String())
 			require.ErrorContains(t, err, fmt.Sprintf("rank %d", victim))
 			require.Empty(t, children(t))
@@ -250,7 +250,7 @@ func TestStoppedRank(t *testing.T) {
 	require.NoError(t, syscall.Kill(children(t)[1], syscall.SIGSTOP))
 	from := time.Now()
 	err := <-ended
-	require.Less(t, time.Since(from), deadline+10*time.Second)
+	require.Less(t, time.Since(from), deadline+30*time.Second)
 	require.Error(t, err)
 	require.Contains(t, out.text.String(), "rank 1 (process")
 	require.Contains(t, out.text.String(), "hangs: no message for 2s")
