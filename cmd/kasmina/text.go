@@ -67,7 +67,7 @@ func (t closableTokens) Close() error {
 	return nil
 }
 
-// EndOfDocument returns the token that ends a document, or a negative number if there is none.
+// EndOfDocument returns the token that ends a document, or a negative number if the tokens have none.
 func (t closableTokens) EndOfDocument() int {
 	if ender, ok := t.Tokens.(tokenizer.DocumentEnder); ok {
 		return ender.EndOfDocument()
