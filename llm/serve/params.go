@@ -197,7 +197,7 @@ func (p *params) refuse(neutral map[string]string) {
 
 		var compact bytes.Buffer
 		if json.Compact(&compact, p.all[name]) == nil && !contains(neutral[name], compact.String()) {
-			p.fail(name, "this server does not support it: leave it out")
+			p.fail(name, "this server does not support %.60s: leave it out", compact.String())
 		}
 	}
 }

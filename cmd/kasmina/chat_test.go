@@ -1,0 +1,233 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"io"
+	"iter"
+	"net/http"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/llm/serve"
+	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
+	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
+)
+
+// parrot is a generator that records prompts and answers with the same tokens.
+type parrot struct {
+	prompts [][]int
+	answer  []int
+	each    func() // called before each token
+}
+
+func (p *parrot) Generate(ctx context.Context, prompt []int, n int, _ *sampler.Sampler) iter.Seq2[int, error] {
+	p.prompts = append(p.prompts, prompt)
+	return func(yield func(int, error) bool) {
+		for i := range n {
+			if p.each != nil {
+				p.each()
+			}
+			if ctx.Err() != nil {
+				yield(0, context.Cause(ctx))
+				return
+			}
+			if !yield(p.answer[i%len(p.answer)], nil) {
+				return
+			}
+		}
+	}
+}
+
+// newTalk returns a conversation with a parrot and a context of n tokens.
+func newTalk(t *testing.T, n int) (*talk, *parrot, *bytes.Buffer) {
+	tok, err := tokenizers.Load(tiny)
+	require.NoError(t, err)
+	template, err := chat.Load(tiny)
+	require.NoError(t, err)
+	p := &parrot{answer: append(tok.Encode([]byte("Aye")), 1)}
+	m := &serve.Model{Name: "tiny", Generator: p, Tokenizer: tok, Template: template, Context: n, Vocab: 400,
+		End: []int{1}}
+	var out bytes.Buffer
+	return &talk{model: m, n: 50, out: &out, err: t.Output()}, p, &out
+}
+
+// TestChat checks what the model sees of a conversation, and what the user sees of the answers.
+func TestChat(t *testing.T) {
+	talk, p, out := newTalk(t, 1000)
+	talk.system = "Be kind."
+	require.NoError(t, talk.run(t.Context(), strings.NewReader("one\n\ntwo\n/new\nthree")))
+	require.Equal(t, "Aye\nAye\nAye\n", out.String())
+
+	var prompts []string
+	for _, ids := range p.prompts {
+		text, err := talk.model.Tokenizer.Decode(ids)
+		require.NoError(t, err)
+		prompts = append(prompts, string(text))
+	}
+	require.Equal(t, []string{
+		"system: Be kind.\nuser: one\nassistant: ",
+		"system: Be kind.\nuser: one\nassistant: Aye\nuser: two\nassistant: ",
+		"system: Be kind.\nuser: three\nassistant: ",
+	}, prompts)
+
+	// The oldest turns are left out once the conversation fills half of the context.
+	talk, p, _ = newTalk(t, 100)
+	require.NoError(t, talk.run(t.Context(), strings.NewReader(strings.Repeat("hello\n", 20))))
+	require.Len(t, p.prompts, 20)
+	for _, ids := range p.prompts {
+		require.LessOrEqual(t, len(ids), 50)
+	}
+	require.Less(t, len(talk.messages), 12)
+
+	// A message that is too long is refused, and the conversation goes on.
+	talk, p, out = newTalk(t, 100)
+	require.NoError(t, talk.run(t.Context(), strings.NewReader(strings.Repeat("long ", 100)+"\nshort\n")))
+	require.Equal(t, "\nAye\n", out.String())
+	require.Len(t, p.prompts, 1)
+
+	// Without a template, each line is continued as it is.
+	talk, p, _ = newTalk(t, 100)
+	talk.model.Template = nil
+	require.NoError(t, talk.run(t.Context(), strings.NewReader("Once\nTwice\n")))
+	before, _ := talk.model.Tokenizer.Affixes()
+	require.Equal(t, append(before, talk.model.Tokenizer.Encode([]byte("Twice"))...), p.prompts[1])
+}
+
+// TestChatInterrupt checks that an interrupt stops an answer and not the conversation.
+func TestChatInterrupt(t *testing.T) {
+	talk, p, out := newTalk(t, 1000)
+	p.answer = p.answer[:1]
+	self, err := os.FindProcess(os.Getpid())
+	require.NoError(t, err)
+	tokens := 0
+	p.each = func() {
+		if tokens++; tokens == 3 {
+			require.NoError(t, self.Signal(os.Interrupt))
+			time.Sleep(200 * time.Millisecond)
+		}
+	}
+	require.NoError(t, talk.run(t.Context(), strings.NewReader("one\ntwo\n")))
+	first, second, _ := strings.Cut(out.String(), "\n")
+	require.Len(t, talk.messages, 4)
+	require.Equal(t, talk.messages[1].Content, first)
+	require.Less(t, len(first), len(second)/10)
+}
+
+// TestChatCommand runs the command with a model. Texts depend on the seed.
+func TestChatCommand(t *testing.T) {
+	say := func(args ...string) (string, string, error) {
+		root := newRoot()
+		var stdout, stderr bytes.Buffer
+		root.SetIn(strings.NewReader("Permission\nMore\n"))
+		root.SetOut(&stdout)
+		root.SetErr(&stderr)
+		root.SetArgs(append([]string{"chat", "--device", "cpu", "-n", "15"}, args...))
+		err := root.ExecuteContext(t.Context())
+		return stdout.String(), stderr.String(), err
+	}
+	greedy, _, err := say("-m", tiny)
+	require.NoError(t, err)
+	want, err := kasmina(t, "generate", "-m", tiny, "--chat", "-p", "Permission", "-n", "15", "--device", "cpu")
+	require.NoError(t, err)
+	require.True(t, strings.HasPrefix(greedy, want), "%q %q", greedy, want)
+
+	one, _, err := say("-m", tiny, "-t", "2", "--seed", "1")
+	require.NoError(t, err)
+	two, _, err := say("-m", tiny, "-t", "2", "--seed", "2")
+	require.NoError(t, err)
+	require.NotEqual(t, one, two)
+
+	base := filepath.Join(t.TempDir(), "base")
+	require.NoError(t, os.CopyFS(base, os.DirFS(tiny)))
+	require.NoError(t, os.Remove(filepath.Join(base, "chat_template.jinja")))
+	plain, told, err := say("-m", base)
+	require.NoError(t, err)
+	require.Contains(t, told, "there is no chat template")
+	require.NotEqual(t, greedy, plain)
+	_, _, err = say("-m", base, "--system", "Be kind.")
+	require.ErrorContains(t, err, "--system needs a chat template")
+}
+
+// TestServeCommand starts the server, follows its own advice, and stops it during an answer.
+func TestServeCommand(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	r, w := io.Pipe()
+	var told bytes.Buffer
+	ended := make(chan error, 1)
+	go func() {
+		ended <- run(ctx, []string{"serve", "--model", tiny, "--device", "cpu", "--addr", "127.0.0.1:0", "--api-key",
+			"first", "--api-key", "second", "--context", "100"}, w, &told)
+		w.Close()
+	}()
+
+	lines := bufio.NewScanner(r)
+	require.True(t, lines.Scan())
+	require.Contains(t, lines.Text(), "serving   tiny at http://127.0.0.1:")
+	require.True(t, lines.Scan())
+	advice := regexp.MustCompile(`curl (\S+) -H 'Authorization: Bearer KEY' -d '(.*)'`).FindStringSubmatch(lines.Text())
+	require.Len(t, advice, 3, lines.Text())
+
+	ask := func(key, body string) *http.Response {
+		q, err := http.NewRequest("POST", advice[1], strings.NewReader(body))
+		require.NoError(t, err)
+		q.Header.Set("Authorization", "Bearer "+key)
+		answer, err := http.DefaultClient.Do(q)
+		require.NoError(t, err)
+		return answer
+	}
+	answer := ask("third", advice[2])
+	answer.Body.Close()
+	require.Equal(t, 401, answer.StatusCode)
+
+	answer = ask("second", advice[2])
+	var whole struct {
+		Model string
+		Usage struct {
+			Total int `json:"total_tokens"`
+		}
+		Choices []struct {
+			Message struct{ Content string }
+		}
+	}
+	require.NoError(t, json.NewDecoder(answer.Body).Decode(&whole))
+	answer.Body.Close()
+	require.Equal(t, "tiny", whole.Model)
+	require.NotEmpty(t, whole.Choices[0].Message.Content)
+	require.LessOrEqual(t, whole.Usage.Total, 100)
+
+	answer = ask("first", strings.Replace(advice[2], "{", `{"stream":true,`, 1))
+	cancel()
+	text, err := io.ReadAll(answer.Body)
+	answer.Body.Close()
+	require.NoError(t, err)
+	require.True(t, strings.HasSuffix(string(text), "data: [DONE]\n\n"), "%s", text)
+	http.DefaultClient.CloseIdleConnections()
+	require.ErrorIs(t, <-ended, context.Canceled)
+}
+
+// TestServeErrors checks that the server does not start with wrong options.
+func TestServeErrors(t *testing.T) {
+	for want, args := range map[string]string{
+		"--addr":           "--addr 127.0.0.1:99999",
+		"a context of 128": "--addr 127.0.0.1:0 --context 129",
+		"--context is 1":   "--context 1",
+		"--cors is":        "--cors https://example.com/page",
+		"--slots is 0":     "--slots 0",
+		"--timeout is 0s":  "--timeout 0",
+		"--api-key":        "--api-key=",
+	} {
+		_, err := kasmina(t, append([]string{"serve", "-m", tiny, "--device", "cpu"}, strings.Fields(args)...)...)
+		require.ErrorContains(t, err, want)
+	}
+}
