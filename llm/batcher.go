@@ -23,8 +23,8 @@ type BatcherOptions struct {
 	// other texts get tokens. The default is 128.
 	Rows int
 	// Kept is the number of tokens of earlier texts that keep their cached keys and values, for texts
-	// that start alike, such as the turns of a conversation. The default is 4096; a negative number keeps
-	// none.
+	// that start alike, such as the turns of a conversation. By default, they take up to 512 MiB, or
+	// hold 1024 tokens if these take more. A negative number keeps none.
 	Kept int
 }
 
@@ -92,7 +92,8 @@ func NewBatcher(m *Model, o BatcherOptions) (*Batcher, error) {
 		return nil, fmt.Errorf("llm: NewBatcher: %w", err)
 	}
 
-	o.Texts, o.Rows, o.Kept = cmp.Or(o.Texts, 32), cmp.Or(o.Rows, 128), cmp.Or(o.Kept, 4096)
+	o.Texts, o.Rows = cmp.Or(o.Texts, 32), cmp.Or(o.Rows, 128)
+	o.Kept = cmp.Or(o.Kept, max(1024, keptBytes/bytesPerToken(m)))
 	if o.Texts < 1 || o.Rows < o.Texts {
 		return nil, fmt.Errorf("llm: NewBatcher: %d texts and %d rows, want at least one text and as many "+
 			"rows as texts", o.Texts, o.Rows)
@@ -111,6 +112,15 @@ func NewBatcher(m *Model, o BatcherOptions) (*Batcher, error) {
 
 	go b.run()
 	return b, nil
+}
+
+// keptBytes is the memory for the keys and values of earlier texts.
+const keptBytes = 512 << 20
+
+// bytesPerToken returns the memory that the keys and values of a token take.
+func bytesPerToken(m *Model) int {
+	c := m.Config.Default()
+	return 2 * max(1, c.Layers*c.KVHeads*c.HeadDim) * int(m.Parts().dtype().Size())
 }
 
 // Generator returns a generator. Its texts are computed together with the texts of the batcher's other

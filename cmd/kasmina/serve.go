@@ -204,8 +204,7 @@ func (o *common) generator(c *cobra.Command, f *hf.Folder, seq, texts int) (gene
 	if err != nil {
 		return generator{}, err
 	}
-	b, err := llm.NewBatcher(m, llm.BatcherOptions{Texts: texts, Rows: max(128, texts),
-		Kept: 4 * max(1024, seq)})
+	b, err := llm.NewBatcher(m, llm.BatcherOptions{Texts: texts, Rows: max(128, texts)})
 	if err != nil {
 		return generator{}, err
 	}
