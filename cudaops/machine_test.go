@@ -2264,7 +2264,7 @@ func TestOutOfMemory(t *testing.T) {
 		bigger := newLifetime(t, newMuon)
 		err = l.machine.SetOptimizer(bigger.optimizer, 1)
 		wants(t, err, "SetOptimizer: allocating", "for the directions of Muon",
-			"asked for", "of 33.00 MiB free")
+			"requested", "of 33.00 MiB free")
 		require.ErrorContains(t, errOf(l.machine.Update()), "no optimizer")
 		require.NoError(t,
 			errors.Join(device.ctx.Free(hog), l.machine.SetOptimizer(l.optimizer, 1), l.step()))
@@ -2276,7 +2276,7 @@ func TestOutOfMemory(t *testing.T) {
 		_, total, err := device.Memory()
 		require.NoError(t, err)
 		_, err = device.ctx.Alloc(int(total))
-		wants(t, err, gpu.Size(total)+" asked for", "free")
+		wants(t, err, gpu.Size(total)+" requested", "free")
 		l := newLifetime(t, newAdamW)
 		require.NoError(t, errors.Join(l.open(device), l.step(), l.machine.Close()))
 	})

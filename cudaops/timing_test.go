@@ -324,7 +324,7 @@ func TestHostByRule(t *testing.T) {
 		require.NoError(t, m.RunAll())
 		require.Equal(t, []float32{27, 42, 57, 32, 49, 66, 37, 56, 75}, flat(t, valueIn(t, m, sum)))
 		require.True(t, m.runner.OnHost(), rule)
-		require.Contains(t, log.String(), "a rule wants it there")
+		require.Contains(t, log.String(), "a rule requires this")
 		require.Error(t, errOf(NewMachine(device, g, WithVariants(rule), WithStrict())))
 	}
 }

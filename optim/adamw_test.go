@@ -214,7 +214,7 @@ func TestStepRefuses(t *testing.T) {
 		{"no gradient", model(fine, &param{"w", matrix([]float64{1}, 1), nil}),
 			`"w": has no gradient`},
 		{"node without gradient", []gorgonia.ValueGrad{fine, alone},
-			`"w": has no gradient: run a machine made with gorgonia.BindDualValues`},
+			`"w": has no gradient: run a machine created with gorgonia.BindDualValues`},
 		{"no value", model(fine, &param{"w", nil, matrix([]float64{1}, 1)}), `"w": has no value`},
 		{"nil", append(model(fine), nil), "is nil"},
 		{"types", model(fine, &param{"w", matrix([]float64{1}, 1), matrix([]float32{1}, 1)}),

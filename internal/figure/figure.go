@@ -29,7 +29,7 @@ type Panel struct {
 // the folders of path. A reader of the file sees the old picture or the new one.
 func Write(path string, width, height vg.Length, panels ...Panel) error {
 	if len(panels) == 0 {
-		return errors.New("figure: Write: there are no panels")
+		return errors.New("figure: Write: no panels")
 	}
 
 	image := vgimg.New(width, height)

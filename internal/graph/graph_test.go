@@ -93,14 +93,14 @@ func TestLayers(t *testing.T) {
 	first := gorgonia.Must(gorgonia.Mul(x, w0))
 	second := gorgonia.Must(gorgonia.Mul(first, w1))
 	both := gorgonia.Must(gorgonia.Add(first, second))
-	beside := gorgonia.Must(gorgonia.Neg(x))
-	order, err := Order(both, beside)
+	unlabeled := gorgonia.Must(gorgonia.Neg(x))
+	order, err := Order(both, unlabeled)
 	require.NoError(t, err)
 	l := Layers{IsParam: gorgonia.Nodes{w0, w1}.Contains}
 	l.Add(order)
 	for n, want := range map[*gorgonia.Node]string{first: "model.layers.0",
 		second: "model.layers.1",
-		both:   "model.layers.1", x: "", beside: "", nil: ""} {
+		both:   "model.layers.1", x: "", unlabeled: "", nil: ""} {
 		require.Equal(t, want, l.Of(n))
 	}
 

@@ -38,7 +38,7 @@ func (b *Base) doDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 	output *gorgonia.Node) error {
 	if ctx.Device != gorgonia.CPU {
 		return fmt.Errorf(
-			"the node is on %v, want %v: the LispMachine differentiates this op there only",
+			"the node is on %v, want %v: the LispMachine can differentiate this op only there",
 			ctx.Device, gorgonia.CPU)
 	}
 

@@ -153,10 +153,10 @@ func (p *Profile) Table() string {
 		p.Period.Round(time.Microsecond), p.Device,
 		p.Steps)
 	fmt.Fprintf(&s,
-		"busy      %.1f %% by the kernels' times, %.1f %% by the captured work's, in which gaps between kernels count\n",
+		"busy      %.1f %% in kernels, %.1f %% in captured work, including gaps between kernels\n",
 		100*kernels, 100*graphs)
 	fmt.Fprintf(&s,
-		"marks     %v for each of %d, which is not in the times; the captured work takes %v with them, %v without\n",
+		"marks     %v for each of %d, excluded from the times; the captured work takes %v with marks, %v without\n",
 		p.Mark, len(p.Spans), p.Marked.Round(time.Microsecond), p.Graphs.Round(time.Microsecond))
 	fmt.Fprintf(&s, "ceilings  %.0f GB/s copied and %.0f TFLOP/s multiplied in %s", p.Copy/1e9,
 		p.Product/1e12, p.Type)

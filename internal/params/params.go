@@ -121,7 +121,7 @@ func read(vg gorgonia.ValueGrad) (Param, values, error) {
 	g, err := vg.Grad()
 	if err != nil || g == nil {
 		return p, values{}, fmt.Errorf(
-			"has no gradient: run a machine made with gorgonia.BindDualValues for this parameter")
+			"has no gradient: run a machine created with gorgonia.BindDualValues for this parameter")
 	}
 
 	p.Shape, p.Dtype = v.Shape().Clone(), v.Dtype()

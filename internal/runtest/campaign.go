@@ -31,14 +31,14 @@ type Flags struct {
 // AddFlags registers the flags in the test binary.
 func AddFlags() *Flags {
 	var f Flags
-	flag.DurationVar(&f.Duration, "duration", 0, "how long random runs are made, instead of the "+
-		"test's own time")
+	flag.DurationVar(&f.Duration, "duration", 0, "how long to generate random runs, instead of the "+
+		"test's default time")
 	flag.Uint64Var(&f.Seed, "seed", 0, "seed of the first random run (default: a new one, or 1 where CI is set)")
 	flag.StringVar(&f.Case, "case", "", "the only random run: its seed, or the JSON of a case")
-	flag.IntVar(&f.Cases, "cases", 0, "how many random runs are made, instead of a duration")
-	flag.IntVar(&f.Parallel, "cases-at-once", 0, "random runs at once (default: the processors)")
-	flag.DurationVar(&f.Shrink, "shrink", time.Minute, "how long a failing run is made smaller")
-	flag.BoolVar(&f.All, "all-failures", false, "go on after a failing run, and list all failures")
+	flag.IntVar(&f.Cases, "cases", 0, "number of random runs, instead of a duration")
+	flag.IntVar(&f.Parallel, "cases-at-once", 0, "number of simultaneous random runs (default: the number of processors)")
+	flag.DurationVar(&f.Shrink, "shrink", time.Minute, "how long to simplify a failing run")
+	flag.BoolVar(&f.All, "all-failures", false, "continue after a failing run, and list all failures")
 	return &f
 }
 
@@ -150,7 +150,7 @@ func Campaign(t *testing.T, m Device, f Flags, p Plan) {
 
 	slices.SortFunc(found, func(a, b finding) int { return cmp.Compare(a.after, b.after) })
 	for i, x := range found {
-		text := fmt.Sprintf("after %v: %v\nrepeat it by\n\t%s -case %d", x.after.Round(time.Second),
+		text := fmt.Sprintf("after %v: %v\nrepeat it with\n\t%s -case %d", x.after.Round(time.Second),
 			x.failure, command(t), x.c.Seed)
 		if i == 0 || f.All && i < 20 {
 			text += smaller(t, x.c, m, x.failure, f, folder)
@@ -186,7 +186,7 @@ func caseOf(text string, m Device, change func(*Case) bool) (c Case, err error) 
 	}
 
 	if c = Generate(seed, m.Limits); change != nil && !change(&c) {
-		return c, fmt.Errorf("-case %d: this test leaves it out", seed)
+		return c, fmt.Errorf("-case %d: this test excludes it", seed)
 	}
 
 	return c, nil
@@ -238,7 +238,7 @@ func smaller(t *testing.T, c Case, m Device, failure *Failure, f Flags, folder s
 		return false
 	}, f.Shrink)
 
-	return fmt.Sprintf("\nthe smallest such case (%d tried):\n\t%s -case '%v'\nfails by: %v", tries,
+	return fmt.Sprintf("\nthe smallest such case (%d tried):\n\t%s -case '%v'\nfails with: %v", tries,
 		command(t), least, last)
 }
 
@@ -303,7 +303,7 @@ func (t *table) add(c Case, r Result) {
 // String returns the counts as a table with a row per feature and a column per property.
 func (t *table) String() string {
 	var text strings.Builder
-	fmt.Fprintf(&text, "%d cases, of which %d were impossible\n", t.cases, t.skipped)
+	fmt.Fprintf(&text, "%d cases, %d of them impossible\n", t.cases, t.skipped)
 	for _, why := range slices.Sorted(maps.Keys(t.why)) {
 		fmt.Fprintf(&text, "impossible, %d times: %.200s\n", t.why[why], why)
 	}

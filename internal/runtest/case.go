@@ -44,9 +44,9 @@ type Case struct {
 	// Checkpoint describes the checkpoint that the run writes, or is nil for none.
 	Checkpoint *Checkpoint `json:"checkpoint,omitempty"`
 	Resumes    []Resume    `json:"resumes,omitempty"`
-	Ranks      int         `json:"ranks,omitempty"`  // ranks of a second run, which must end with equal results; 0 for none
-	Replay     bool        `json:"replay,omitempty"` // a second run replays the record of growth
-	Beside     []string    `json:"beside,omitempty"` // callbacks that must leave no trace: see besides
+	Ranks      int         `json:"ranks,omitempty"`     // ranks of a second run, which must end with equal results; 0 for none
+	Replay     bool        `json:"replay,omitempty"`    // a second run replays the record of growth
+	Callbacks  []string    `json:"callbacks,omitempty"` // callbacks that must leave no trace: see callbackNames
 	Fault      *Fault      `json:"fault,omitempty"`
 }
 
@@ -148,7 +148,7 @@ type Fault struct {
 func (c Case) String() string {
 	text, err := json.Marshal(c)
 	if err != nil {
-		return fmt.Sprintf("seed %d, which cannot be written: %v", c.Seed, err)
+		return fmt.Sprintf("seed %d, which cannot be encoded: %v", c.Seed, err)
 	}
 	return string(text)
 }
@@ -164,7 +164,7 @@ func Parse(text string) (c Case, err error) {
 // clone returns a copy that Shrink can modify.
 func (c Case) clone() Case {
 	c.Orders, c.Resumes = slices.Clone(c.Orders), slices.Clone(c.Resumes)
-	c.Beside = slices.Clone(c.Beside)
+	c.Callbacks = slices.Clone(c.Callbacks)
 	if c.Growth != nil {
 		g := *c.Growth
 		g.Script = slices.Clone(g.Script)
@@ -265,8 +265,8 @@ func (c Case) Features() (all []string) {
 
 	add(c.Replay && c.Growth != nil, "replayed")
 	add(c.Ranks > 0, fmt.Sprintf("%d ranks", c.Ranks))
-	for _, b := range c.Beside {
-		add(true, "beside: "+b)
+	for _, b := range c.Callbacks {
+		add(true, "callback: "+b)
 	}
 
 	if f := c.Fault; f != nil {

@@ -47,11 +47,11 @@ type Session struct {
 const (
 	Completes = "a run in which nothing fails completes"
 	Repeats   = "equal runs are equal"
-	Frozen    = "what is frozen keeps its bits"
+	Frozen    = "frozen parameters keep their bits"
 	Resumes   = "a resumed run equals an uninterrupted one"
 	OnRanks   = "a run on several ranks equals a run in one process"
 	Traceless = "callbacks leave no trace"
-	Replays   = "a run that follows the record of another one equals it"
+	Replays   = "a run that follows the record of another equals it"
 	Unharmed  = "a failed operation changes nothing"
 )
 
@@ -151,7 +151,7 @@ func (k *checker) checked(property string) { k.Checked = append(k.Checked, prope
 // rig returns a trainer for a variation of the case.
 func (k *checker) rig(c Case, m *llm.Model) *rig {
 	r, err := k.newRig(c, m)
-	k.must(Completes, "making a trainer", err)
+	k.must(Completes, "creating a trainer", err)
 	return r
 }
 
@@ -200,11 +200,11 @@ func (k *checker) base() {
 	k.plain.in.arm("", 0, nil)
 	again := k.plain.run()
 	if textOf(again) != textOf(err) {
-		k.fail(Repeats, "one run ends with %v, the other one with %v", err, again)
+		k.fail(Repeats, "one run ends with %v, the other with %v", err, again)
 	}
 
 	if k.end != nil {
-		k.same(Repeats, "a run that is made again, without saves", k.plain, -1, false)
+		k.same(Repeats, "a repeated run without saves", k.plain, -1, false)
 	}
 
 	k.checked(Repeats)
@@ -232,7 +232,7 @@ func (k *checker) same(property, what string, r *rig, from int, loose bool) {
 	end, err := r.save()
 	k.must(property, what+": saving the end", err)
 	if diff := differences(k.end, end, loose); diff != "" {
-		k.fail(property, "%s ends with another file: %s", what, diff)
+		k.fail(property, "%s ends with a different file: %s", what, diff)
 	}
 }
 
@@ -242,7 +242,7 @@ func (k *checker) alike(property, what string, a, b *rig, from int) {
 		x, ok := a.figures[step]
 		y, there := b.figures[step]
 		if ok && there && x != y {
-			k.fail(property, "%s: step %d has other figures", what, step)
+			k.fail(property, "%s: step %d has different figures", what, step)
 		}
 	}
 
@@ -252,18 +252,18 @@ func (k *checker) alike(property, what string, a, b *rig, from int) {
 	}
 
 	if !slices.Equal(x, y) {
-		k.fail(property, "%s tells\n%s\nand not\n%s", what, strings.Join(y, "\n"), strings.Join(x,
+		k.fail(property, "%s reports\n%s\ninstead of\n%s", what, strings.Join(y, "\n"), strings.Join(x,
 			"\n"))
 	}
 }
 
 // callbacks compares the reference run with a run without callbacks.
 func (k *checker) callbacks() {
-	if len(k.Beside) == 0 && k.Checkpoint == nil {
+	if len(k.Callbacks) == 0 && k.Checkpoint == nil {
 		return
 	}
 	c := k.Case.clone()
-	c.Beside, c.Checkpoint = nil, nil
+	c.Callbacks, c.Checkpoint = nil, nil
 	r := k.rig(c, nil)
 	k.must(Traceless, "a run without callbacks", r.run())
 	k.same(Traceless, "a run without callbacks", r, -1, true)
@@ -278,15 +278,15 @@ func (k *checker) resumes(p Resume) {
 		step-- // a step that diverges cannot be saved
 	}
 	path := k.straight.files[step]
-	what := fmt.Sprintf("a run that is resumed behind step %d by a %s trainer", step, p.Into)
+	what := fmt.Sprintf("a run resumed after step %d by a %s trainer", step, p.Into)
 	r := k.resumer(p.Into, path, what)
 	k.must(Resumes, what, r.resume(path, step, true))
 	want, err := os.ReadFile(path)
 	k.must(Resumes, what, err)
 	now, err := r.save()
-	k.must(Resumes, what+": saving at once", err)
+	k.must(Resumes, what+": saving immediately", err)
 	if diff := differences(want, now, false); diff != "" {
-		k.fail(Resumes, "%s saves another file at once: %s", what, diff)
+		k.fail(Resumes, "%s immediately saves a different file: %s", what, diff)
 	}
 
 	clear(r.figures)
@@ -306,7 +306,7 @@ func (k *checker) resumer(into, path, what string) *rig {
 		return k.rig(k.Case, m)
 	case "same":
 		r := k.rig(k.Case, nil)
-		k.must(Resumes, what+": the run before", r.run())
+		k.must(Resumes, what+": the preceding run", r.run())
 		return r
 	case "other":
 		r := k.rig(k.Case, nil)
@@ -314,7 +314,7 @@ func (k *checker) resumer(into, path, what string) *rig {
 		r.Orders = resized(orders)
 		err := r.run()
 		if err != nil && !errors.Is(err, llm.ErrDiverged) && !idle(err) {
-			k.fail(Completes, "a run with other orders: %w", err)
+			k.fail(Completes, "a run with different orders: %w", err)
 		}
 		r.hear()
 		r.Orders = orders
@@ -365,8 +365,8 @@ func (k *checker) replays() {
 	k.must(Replays, "a run that follows the record", r.run())
 	for step, want := range k.straight.figures {
 		if got, ok := r.figures[step]; ok && got != want {
-			k.fail(Replays, "step %d has other figures; the run tells\n%s\nand the one that is followed"+
-				"\n%s\nby the record\n%s", step, strings.Join(r.toldFrom(-1), "\n"), strings.Join(
+			k.fail(Replays, "step %d has different figures; the run reports\n%s\nand the original"+
+				"\n%s\nwith the record\n%s", step, strings.Join(r.toldFrom(-1), "\n"), strings.Join(
 				k.straight.toldFrom(-1), "\n"), &k.straight.record)
 		}
 	}
@@ -379,7 +379,7 @@ func (k *checker) replays() {
 	k.must(Replays, "reading the end", err)
 	for name, v := range want {
 		if !bytes.Equal(v, have[name]) {
-			k.fail(Replays, "the run ends with other %s", name)
+			k.fail(Replays, "the run ends with a different %s", name)
 		}
 	}
 
@@ -404,7 +404,7 @@ func (k *checker) ranks() {
 		k.must(OnRanks, "a run on 1 rank", errs[0])
 	} else if step := int(k.Seed % uint64(2*k.straight.tr.Step())); k.straight.files[step] != "" && step > 0 {
 		from = k.straight.files[step]
-		what += fmt.Sprintf(", resumed behind step %d of a run in one process", step)
+		what += fmt.Sprintf(", resumed after step %d of a run in one process", step)
 	}
 
 	first, end, errs := k.team(*c, func(r *rig) { r.resumedOrdered = true }, from)
@@ -417,7 +417,7 @@ func (k *checker) ranks() {
 	}
 
 	if diff := differences(wantEnd, end, true); diff != "" {
-		k.fail(OnRanks, "%s ends with another file: %s", what, diff)
+		k.fail(OnRanks, "%s ends with a different file: %s", what, diff)
 	}
 
 	k.checked(OnRanks)
@@ -439,7 +439,7 @@ func (k *checker) onRanks() *Case {
 	}
 
 	c := k.Case.clone()
-	c.Beside = nil
+	c.Callbacks = nil
 	return &c
 }
 
@@ -530,13 +530,13 @@ func differences(a, b []byte, loose bool) string {
 		if w, ok := y[name]; !ok {
 			all = append(all, "no "+name)
 		} else if !bytes.Equal(v, w) {
-			all = append(all, "other "+name)
+			all = append(all, "different "+name)
 		}
 	}
 
 	for _, name := range slices.Sorted(maps.Keys(y)) {
 		if _, ok := x[name]; !ok {
-			all = append(all, name+" beside")
+			all = append(all, "additional "+name)
 		}
 	}
 
@@ -612,14 +612,14 @@ func jsonDifferences(key, a, b string, loose bool) (all []string) {
 			continue
 		}
 		if !bytes.Equal(v, y[field]) {
-			all = append(all, fmt.Sprintf("%s of %s is %.200s and not %.200s", field, key, y[field],
+			all = append(all, fmt.Sprintf("%s of %s is %.200s, want %.200s", field, key, y[field],
 				v))
 		}
 	}
 
 	for _, field := range slices.Sorted(maps.Keys(y)) {
 		if _, ok := x[field]; !ok {
-			all = append(all, fmt.Sprintf("%s of %s beside", field, key))
+			all = append(all, fmt.Sprintf("additional %s of %s", field, key))
 		}
 	}
 

@@ -51,7 +51,7 @@ func (f *Fault) wraps() error {
 // unpredictable times.
 func (k *checker) faultCase() Case {
 	c := k.Case.clone()
-	c.Beside = slices.DeleteFunc(c.Beside, func(b string) bool {
+	c.Callbacks = slices.DeleteFunc(c.Callbacks, func(b string) bool {
 		return b == "readers" ||
 			b == "scrub"
 	})
@@ -62,7 +62,7 @@ func (k *checker) faultCase() Case {
 func (k *checker) faultOfRun() {
 	f, c := k.Fault, k.faultCase()
 	calls := k.plain.in.count(f.Op)
-	if len(c.Beside) < len(k.Beside) { // count again without the calls of the omitted goroutines
+	if len(c.Callbacks) < len(k.Callbacks) { // count again without the calls of the omitted goroutines
 		r := k.rig(c, nil)
 		r.in.arm("", 0, nil)
 		k.must(Traceless, "a run with fewer callbacks", r.run())
@@ -85,13 +85,13 @@ func (k *checker) faultOfRun() {
 	switch {
 	case err == nil && (stops || f.Op == "ReadTokens"): // the loader may have retried
 		k.same(Unharmed, what, r, -1, true)
-		k.ended("has completed all the same")
+		k.ended("the run completes anyway")
 	case err == nil:
 		k.absorbed(r, what)
-		k.ended("a growth is given up")
+		k.ended("a growth is abandoned")
 	default:
 		if !errors.Is(err, ErrInjected) && !isOf(f.Op, "stop") && !isOf(f.Op, "checkpoint") && !idle(err) {
-			k.fail(Unharmed, "%s ends with another error: %w", what, err)
+			k.fail(Unharmed, "%s ends with a different error: %w", what, err)
 		}
 		k.goesOn(r, what, err)
 	}
@@ -123,10 +123,10 @@ func (k *checker) faultOfMachine() {
 		// It is unknown which growth was abandoned. The run must still be able to save.
 		_, err := r.save()
 		k.must(Unharmed, what+": saving the end", err)
-		k.ended("a growth is given up")
+		k.ended("a growth is abandoned")
 	case err == nil: // the machine used an alternative
 		k.same(Unharmed, what, r, -1, true)
-		k.ended("the run goes on")
+		k.ended("the run continues")
 	default:
 		k.goesOn(r, what, err)
 	}
@@ -142,7 +142,7 @@ func (k *checker) ended(how string) { k.Outcome = how }
 // abandoned a growth. Otherwise, the run must equal a run with orders to abandon that growth.
 func (k *checker) absorbed(r *rig, what string) {
 	if !slices.ContainsFunc(r.told, func(t told) bool { return errors.Is(t.err, ErrInjected) }) {
-		k.fail(Unharmed, "%s: nobody is told", what)
+		k.fail(Unharmed, "%s: the failure is not reported", what)
 	}
 
 	gave := r.in.moves()
@@ -157,7 +157,7 @@ func (k *checker) absorbed(r *rig, what string) {
 		return // other controllers cannot omit a command
 	}
 
-	k.must(Unharmed, "a run in which somebody else gives the growth up", other.run())
+	k.must(Unharmed, "a run with orders to abandon the growth", other.run())
 	for _, m := range gave {
 		if m.to != state.Cancelled && m.to != state.RolledBack {
 			k.fail(Unharmed, "%s: seed %d of layer %d becomes %v", what, m.seed, m.layer, m.to)
@@ -169,8 +169,8 @@ func (k *checker) absorbed(r *rig, what string) {
 	end, err := r.save()
 	k.must(Unharmed, what+": saving the end", err)
 	if diff := differences(want, end, true); diff != "" {
-		k.fail(Unharmed, "%s, and %v are given up, ends with another file than one in which somebody "+
-			"gives them up: %s", what, gave, diff)
+		k.fail(Unharmed, "%s and %v are abandoned; it ends with a different file than a run with orders to "+
+			"abandon them: %s", what, gave, diff)
 	}
 
 	k.closed(other)
@@ -179,7 +179,7 @@ func (k *checker) absorbed(r *rig, what string) {
 // goesOn checks the state after a run that ended with an error, and continues from there.
 func (k *checker) goesOn(r *rig, what string, cause error) {
 	if idle(cause) {
-		k.ended("a growth is given up, without which nothing learns")
+		k.ended("the only growth is abandoned, and nothing is left to train")
 		return
 	}
 
@@ -203,7 +203,7 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 			k.fail(Unharmed, "%s (%.150v), has changed the trainer: %s", what, cause, diff)
 		}
 	} else if refused != nil && !resumeFirst(refused) && !errors.As(cause, &broken) {
-		k.fail(Unharmed, "%s (%.150v): a trainer that cannot be used says %w", what, cause, refused)
+		k.fail(Unharmed, "%s (%.150v): an unusable trainer returns %w", what, cause, refused)
 	}
 
 	// After a panic, a checkpoint that is still being written in the background is not reported.
@@ -215,7 +215,7 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 		k.must(Unharmed, more, other.run())
 		k.same(Unharmed, more, other, r.written, true)
 		k.closed(other)
-		k.ended("a fresh trainer goes on")
+		k.ended("a new trainer continues")
 	}
 
 	again := r.run()
@@ -230,14 +230,14 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 		again = r.run()
 		k.ended("the same trainer resumes")
 	} else {
-		k.ended("the same trainer goes on")
+		k.ended("the same trainer continues")
 	}
 
 	k.must(Unharmed, more, again)
 	end, err := r.save()
 	k.must(Unharmed, more+": saving the end", err)
 	if diff := differences(k.end, end, true); diff != "" {
-		k.fail(Unharmed, "%s ends with another file: %s", more, diff)
+		k.fail(Unharmed, "%s ends with a different file: %s", more, diff)
 	}
 }
 
@@ -255,7 +255,7 @@ func (k *checker) faultOfResume() {
 	prepared := func() *rig {
 		r := k.rig(c, nil)
 		if f.Early { // resume in a trainer that has already trained
-			k.must(Unharmed, "a run before", r.run())
+			k.must(Unharmed, "a preceding run", r.run())
 		}
 		return r
 	}
@@ -292,13 +292,13 @@ func (k *checker) faultOfResume() {
 			k.fail(Unharmed, "%s has changed the trainer: %s", what, diff)
 		}
 	} else if !resumeFirst(refused) {
-		k.fail(Unharmed, "%s: a trainer that cannot be used says %w", what, refused)
+		k.fail(Unharmed, "%s: an unusable trainer returns %w", what, refused)
 	}
 
 	k.must(Unharmed, what+": once more", r.resume(path, step, true))
 	clear(r.figures)
 	r.told = nil
-	k.must(Unharmed, what+": the run that is resumed then", r.run())
+	k.must(Unharmed, what+": the resumed run", r.run())
 	k.same(Unharmed, what+", resumed again", r, step, true)
 	k.ended("the same trainer resumes")
 	k.checked(Unharmed)
@@ -332,19 +332,19 @@ func (k *checker) rankFault() {
 		return
 	}
 
-	what := fmt.Sprintf("a run on %d ranks, of which rank %d fails after step %d", ranks, fails,
+	what := fmt.Sprintf("a run on %d ranks where rank %d fails after step %d", ranks, fails,
 		failing.tr.Step())
 	for rank, err := range errs {
 		if err == nil {
-			k.fail(Unharmed, "%s: rank %d hears of nothing", what, rank)
+			k.fail(Unharmed, "%s: rank %d receives no error", what, rank)
 		}
 		if !strings.Contains(err.Error(), ErrInjected.Error()) {
-			k.fail(Unharmed, "%s: rank %d does not hear of the cause: %w", what, rank, err)
+			k.fail(Unharmed, "%s: the error of rank %d omits the cause: %w", what, rank, err)
 		}
 	}
 
 	if !errors.Is(errs[fails], ErrInjected) {
-		k.fail(Unharmed, "%s: its own error is %w", what, errs[fails])
+		k.fail(Unharmed, "%s: the error of the failing rank is %w", what, errs[fails])
 	}
 
 	from := ""
@@ -355,21 +355,21 @@ func (k *checker) rankFault() {
 	ordered := first.ordered
 	_, end, errs := k.team(*c, func(r *rig) { r.resumedOrdered = ordered }, from)
 	for rank, err := range errs {
-		k.must(Unharmed, fmt.Sprintf("%s: begun again from step %d: rank %d", what, first.written,
+		k.must(Unharmed, fmt.Sprintf("%s: restarted from step %d: rank %d", what, first.written,
 			rank), err)
 	}
 
 	if diff := differences(k.end, end, true); diff != "" {
-		k.fail(Unharmed, "%s, begun again from step %d, ends with another file: %s", what,
+		k.fail(Unharmed, "%s, restarted from step %d, ends with a different file: %s", what,
 			first.written, diff)
 	}
 
-	k.ended("fresh ranks go on")
+	k.ended("new ranks continue")
 	k.checked(Unharmed)
 }
 
 // duringSample is the fault that makes another goroutine call Resume while a callback samples.
-const duringSample = "Resume beside SampleText"
+const duringSample = "Resume during SampleText"
 
 // resumeDuringSample resumes at an earlier step while a callback samples.
 func (k *checker) resumeDuringSample() {
@@ -397,16 +397,16 @@ func (k *checker) resumeDuringSample() {
 			return nil
 		})
 
-	what := fmt.Sprintf("a run that is taken back to step %d while a callback samples behind step %d",
+	what := fmt.Sprintf("a run reset to step %d while a callback samples after step %d",
 		to, at)
 	k.must(Unharmed, what, r.run())
 	end, err := r.save()
 	k.must(Unharmed, what, err)
 	if diff := differences(k.end, end, true); diff != "" {
-		k.fail(Unharmed, "%s ends with another file: %s", what, diff)
+		k.fail(Unharmed, "%s ends with a different file: %s", what, diff)
 	}
 
-	k.ended("the run goes on from there")
+	k.ended("the run continues from there")
 	k.checked(Unharmed)
 	k.closed(r)
 }

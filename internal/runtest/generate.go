@@ -447,8 +447,8 @@ func (g *generator) checks() {
 
 	g.Replay = g.Growth != nil && g.chance(4)
 	if g.chance(3) {
-		for _, i := range g.Perm(len(besides))[:1+g.IntN(2)] {
-			g.Beside = append(g.Beside, besides[i])
+		for _, i := range g.Perm(len(callbackNames))[:1+g.IntN(2)] {
+			g.Callbacks = append(g.Callbacks, callbackNames[i])
 		}
 	}
 
@@ -477,9 +477,9 @@ func OnlyFault(c *Case, m Device) bool {
 	case isOf(f.Op, "rank"):
 		c.Ranks = 2
 	case f.Op == "Decoder":
-		c.Beside = []string{"sample"}
+		c.Callbacks = []string{"sample"}
 	case f.Op == "callback EvalEnd":
-		c.Beside = []string{"evaluate"}
+		c.Callbacks = []string{"evaluate"}
 	case f.Op == "record" && c.Growth == nil:
 		return false
 	}

@@ -201,8 +201,8 @@ func (r *rig) listen() error {
 	return err
 }
 
-// besides lists the names of callbacks that must leave no trace.
-var besides = []string{"evaluate", "sample", "save", "notes", "scrub", "monitor", "readers",
+// callbackNames lists the names of callbacks that must leave no trace.
+var callbackNames = []string{"evaluate", "sample", "save", "notes", "scrub", "monitor", "readers",
 	"more checkpoints"}
 
 // callbacks adds the case's callbacks to the trainer.
@@ -213,7 +213,7 @@ func (r *rig) callbacks() {
 	}
 
 	t.On(r.see, r.order)
-	for _, b := range r.Beside {
+	for _, b := range r.Callbacks {
 		switch b {
 		case "evaluate":
 			if text, err := r.heldOut(); err == nil {
@@ -247,7 +247,7 @@ func (r *rig) callbacks() {
 		}
 	}
 
-	if f := r.Fault; f != nil && f.Op == "callback Noted" && !slices.Contains(r.Beside, "notes") {
+	if f := r.Fault; f != nil && f.Op == "callback Noted" && !slices.Contains(r.Callbacks, "notes") {
 		t.On(func(e llm.Event) error {
 			if e.Kind == llm.StepEnd && e.Step%2 == 0 {
 				t.Note("a note")
@@ -336,7 +336,7 @@ func (r *rig) see(e llm.Event) error {
 	// After a failure, there may be an EpochEnd with reports of seeds before the RunEnd.
 	if r.failed && (r.rest && e.Kind != llm.RunEnd || !slices.Contains([]llm.EventKind{llm.Failed,
 		llm.Interrupted, llm.Saved, llm.EpochEnd, llm.RunEnd}, e.Kind)) {
-		r.problem("callbacks hear of %v of step %d after one of them has failed", e.Kind, e.Step)
+		r.problem("callbacks receive %v of step %d after a callback has failed", e.Kind, e.Step)
 	}
 
 	r.rest = r.failed && e.Kind == llm.EpochEnd
@@ -468,7 +468,7 @@ func (r *rig) hear() {
 				r.told = append(r.told, told{w.step, err.Error(), err})
 			}
 		default:
-			r.told = append(r.told, told{w.step, "an order has no answer behind the next step", nil})
+			r.told = append(r.told, told{w.step, "an order has not been answered after the next step", nil})
 		}
 	}
 

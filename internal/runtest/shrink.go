@@ -47,9 +47,9 @@ func simpler(c Case) (all []Case) {
 	add(func(c *Case) { c.Ranks = 0 })
 	add(func(c *Case) { c.Replay = false })
 	add(func(c *Case) { c.Ranks = min(c.Ranks, 2) })
-	add(func(c *Case) { c.Beside = nil })
-	for i := range c.Beside {
-		add(func(c *Case) { c.Beside = slices.Delete(c.Beside, i, i+1) })
+	add(func(c *Case) { c.Callbacks = nil })
+	for i := range c.Callbacks {
+		add(func(c *Case) { c.Callbacks = slices.Delete(c.Callbacks, i, i+1) })
 	}
 
 	add(func(c *Case) { c.Checkpoint = nil })

@@ -234,7 +234,7 @@ func FuzzOpen(f *testing.F) {
 			}
 		})
 		if loadBytes(b) == nil && !json.Valid(b[8:][:binary.LittleEndian.Uint64(b)]) {
-			t.Errorf("a header that is no JSON: %q", b)
+			t.Errorf("a header that is not JSON: %q", b)
 		}
 	})
 }

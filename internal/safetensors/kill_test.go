@@ -111,7 +111,7 @@ func TestKill(t *testing.T) {
 		next = got + 1
 	}
 
-	t.Logf("%d kills: %d left a half-written file beside the old one, %d came after a save",
+	t.Logf("%d kills: %d left a half-written file next to the old one, %d came after a save",
 		n, halfWritten, after)
 	if halfWritten < kills/10 || after < kills/10 {
 		t.Errorf("the kills were not spread over the saves")

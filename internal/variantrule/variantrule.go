@@ -94,7 +94,7 @@ func (rules Rules) Allowed(op string, variants []string, warn func(string)) (lef
 				}
 			}
 			if len(kept) == 0 {
-				warn(fmt.Sprintf("%s: a rule about %s leaves none of the variants %v, and is ignored",
+				warn(fmt.Sprintf("%s: the rule for %s excludes all variants %v and is ignored",
 					op, r.Variant, variants))
 				continue
 			}

@@ -249,10 +249,9 @@ func (t *Chooser) warnNotTimed(j program.Group, err error) {
 	}
 
 	if !t.toldFull {
-		t.Logger.Info(fmt.Sprintf("cudaops: the card has no memory left to time kernels in, so a "+
-			"rule of thumb chooses, for %s and for what else is new here: that is harmless, but "+
-			"may be slower (%v)", j.Op,
-			err))
+		t.Logger.Info(fmt.Sprintf("cudaops: the card has no memory left for timing kernels, so a rule of "+
+			"thumb chooses the variants of %s and other new ops: this is harmless, but may be slower "+
+			"(%v)", j.Op, err))
 	}
 
 	t.toldFull = true

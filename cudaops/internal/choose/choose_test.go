@@ -159,7 +159,7 @@ func TestFirstVariantAdvance(t *testing.T) {
 		wins  bool
 	}{{995, false}, {991, false}, {989, true}, {1000, false}} {
 		x.times = []time.Duration{1000, c.other}
-		require.Equal(t, c.wins, x.rankingTime(1, 0) < x.rankingTime(0, 0), "%v beside 1000", c.other)
+		require.Equal(t, c.wins, x.rankingTime(1, 0) < x.rankingTime(0, 0), "%v compared with 1000", c.other)
 	}
 }
 
@@ -217,7 +217,7 @@ func TestGather(t *testing.T) {
 	require.Equal(t, []*program.Buffer{in.Buffer, between.Buffer, out.Buffer}, x.order)
 	p := x.pieces[in.Buffer]
 	require.Equal(t, 768, p.from, "the alignment below byte 1000")
-	require.Equal(t, 4096+4*(2*8+5), p.to, "the last row has no gap behind it")
+	require.Equal(t, 4096+4*(2*8+5), p.to, "there is no gap after the last row")
 	require.True(t, p.random)
 	require.Equal(t, 0.02, p.deviation)
 	require.False(t, x.pieces[between.Buffer].random, "the first call writes it")

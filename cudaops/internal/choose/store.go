@@ -156,7 +156,7 @@ type storedChoice struct {
 func (c *choices) UnmarshalJSON(b []byte) error {
 	d := json.NewDecoder(bytes.NewReader(b))
 	if t, err := d.Token(); err != nil || t != json.Delim('{') {
-		return errors.Join(err, errors.New("the choices are no object"))
+		return errors.Join(err, errors.New("the choices are not an object"))
 	}
 
 	*c = choices{}
@@ -236,8 +236,8 @@ func (s *store) put(key string, c storedChoice) error {
 // write atomically replaces the file with the current choices.
 func (s *store) write() error {
 	if len(s.choices) > maxChoices {
-		return fmt.Errorf("there are %d, and a file has %d at most: delete it, so that what is "+
-			"asked for is timed anew", len(s.choices), maxChoices)
+		return fmt.Errorf("there are %d, and a file can hold at most %d: delete it, so that the "+
+			"variants in use are timed again", len(s.choices), maxChoices)
 	}
 
 	b, err := json.MarshalIndent(file{version, s.choices}, "", "\t")

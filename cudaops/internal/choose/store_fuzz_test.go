@@ -24,7 +24,7 @@ func TestManyChoices(t *testing.T) {
 	require.NoError(t, os.WriteFile(path, []byte(b.String()+"}}"), 0o666))
 	s := open(path, func(why string) { t.Error(why) })
 	require.Len(t, s.choices, maxChoices)
-	require.ErrorContains(t, s.put("more", storedChoice{}), "a file has 16384 at most")
+	require.ErrorContains(t, s.put("more", storedChoice{}), "a file can hold at most 16384")
 	for b.Len() < maxFile-100 {
 		fmt.Fprintf(&b, `,"%d":{}`, b.Len())
 	}

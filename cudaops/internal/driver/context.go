@@ -98,7 +98,7 @@ func (c *context) AllocHost(bytes int) ([]byte, error) {
 	const portable = 1 // pinned for all contexts
 	if bytes <= 0 {
 		return nil, gpu.NewError("cuMemHostAlloc", gpu.InvalidValue, "",
-			fmt.Sprintf("%d bytes asked for", bytes))
+			fmt.Sprintf("%d bytes requested", bytes))
 	}
 
 	var p *byte

@@ -282,7 +282,7 @@ func (p *blasPlan) search(workspace, want int) error {
 
 	if len(p.algos) == 0 {
 		return gpu.NewError(b.AlgoGetHeuristic.name, gpu.BlasNotSupported, "",
-			"cuBLASLt knows no way to compute this")
+			"cuBLASLt has no algorithm for this product")
 	}
 
 	return nil

@@ -192,9 +192,9 @@ func noDevice(err error) error {
 
 	switch e.Code {
 	case gpu.NoDevice:
-		e.Detail = "this process sees no NVIDIA GPU; nvidia-smi lists those of the machine"
+		e.Detail = "this process sees no NVIDIA GPU; nvidia-smi lists the GPUs of the machine"
 		if v, ok := os.LookupEnv("CUDA_VISIBLE_DEVICES"); ok {
-			e.Detail = fmt.Sprintf("CUDA_VISIBLE_DEVICES=%q leaves no NVIDIA GPU visible", v)
+			e.Detail = fmt.Sprintf("CUDA_VISIBLE_DEVICES=%q hides all NVIDIA GPUs", v)
 		}
 	case gpu.StubLibrary:
 		e.Detail = "the library found is the toolkit's stub for linking; put the real driver's " +

@@ -90,7 +90,7 @@ func TestOutOfMemory(t *testing.T) {
 		}
 		t.Log(err)
 		for _, s := range []string{"cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY (2)",
-			gpu.Size(2*total) + " asked for",
+			gpu.Size(2*total) + " requested",
 			"of " + gpu.Size(total) + " free"} {
 			require.ErrorContains(t, err, s)
 		}

@@ -108,7 +108,7 @@ func NewError(call string, code error, text, detail string) *Error {
 // NewOutOfMemory returns the error of an allocation that did not fit.
 func NewOutOfMemory(asked int, free, total uint64) *Error {
 	return NewError("cuMemAlloc", OutOfMemory, "out of memory",
-		fmt.Sprintf("%s asked for, %s of %s free", Size(uint64(asked)), Size(free), Size(total)))
+		fmt.Sprintf("%s requested, %s of %s free", Size(uint64(asked)), Size(free), Size(total)))
 }
 
 func (e *Error) Error() string {

@@ -69,7 +69,7 @@ func TestPinned(t *testing.T) {
 
 func TestErrors(t *testing.T) {
 	if got, want := NewOutOfMemory(3<<30, 1<<20, 1<<40).Error(),
-		"cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory: 3.00 GiB asked for, 1.00 MiB "+
+		"cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory: 3.00 GiB requested, 1.00 MiB "+
 			"of 1.00 TiB free"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}

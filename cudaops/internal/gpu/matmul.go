@@ -36,8 +36,8 @@ func (m MatmulSpec) Normal() (MatmulSpec, error) {
 	if min(m.M, m.N, m.K, m.Batch) < 1 || m.Align&(m.Align-1) != 0 || m.Align < m.A.Size() ||
 		m.Scaled() && m.Batch > 1 {
 		return m, NewError("cublasLtMatmul", BlasInvalidValue, "", fmt.Sprintf("%+v: want sizes of "+
-			"at least 1, an alignment that is a power of two and at least an element, and with "+
-			"scales one product", m))
+			"at least 1, an alignment that is a power of two and no less than the size of an element, "+
+			"and a single product if it has scales", m))
 	}
 	return m, nil
 }
@@ -100,7 +100,7 @@ func (m MatmulSpec) Ready(c Context, algos []Algo, algo int, a *MatmulArgs, s St
 	case m.Scaled() != (a.ScaleA != 0) || m.Scaled() != (a.ScaleB != 0) ||
 		(a.ScaleA|a.ScaleB)%16 != 0 || (a.A|a.B|a.C|a.D)%Ptr(m.Align) != 0:
 		detail = fmt.Sprintf("A, B, C, D at %#x and scales at %#x: want multiples of %d and 16, and "+
-			"two scales with scaled operands alone", []Ptr{a.A, a.B, a.C, a.D},
+			"two scales for scaled operands, or else none", []Ptr{a.A, a.B, a.C, a.D},
 			[]Ptr{a.ScaleA, a.ScaleB}, m.Align)
 	}
 

@@ -120,7 +120,7 @@ func lowerPart(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Arra
 // lowerOnHost lowers a node to a computation on the host by its op's Do method. The op receives gradients
 // without the loss scale.
 func lowerOnHost(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	why := "a rule wants it there"
+	why := "a rule requires this"
 	if loweringOf(n) == nil {
 		why = fmt.Sprintf("there is no kernel for %T", n.Op())
 	}

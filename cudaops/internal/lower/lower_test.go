@@ -136,7 +136,7 @@ func TestLowerOnHost(t *testing.T) {
 	r := passtest.New(t, g, lower.Options{OnHost: func(op string) bool { return op == "tanh" }})
 	require.Equal(t, []string{"tanh program.HostOp w:float32[3,4] x"}, passtest.Calls(r.Program))
 	require.Len(t, r.Warnings, 1)
-	require.Contains(t, r.Warnings[0], "tanh: a rule wants it there")
+	require.Contains(t, r.Warnings[0], "tanh: a rule requires this")
 
 	_, _, err := lower.Lower(g, lower.Options{Strict: true, Chooser: r.Chooser,
 		OnHost: func(string) bool { return true }})

@@ -51,7 +51,7 @@ func TestRoundedProducts(t *testing.T) {
 					got := float64(out[i*ldc+j])
 					if j >= n {
 						if out[i*ldc+j] != was[i*ldc+j] {
-							t.Fatalf("%v form %d: wrote beside row %d", c, form, i)
+							t.Fatalf("%v form %d: wrote outside row %d", c, form, i)
 						}
 						continue
 					}

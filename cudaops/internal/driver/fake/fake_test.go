@@ -240,7 +240,7 @@ func TestWaitEvent(t *testing.T) {
 	}{
 		"work that nobody waits for": {func() error { return c.Memset8(p, 1, 4, b) },
 			gpu.CaptureUnjoined},
-		"more of it behind the join": {func() error {
+		"more work after the join": {func() error {
 			return errors.Join(c.Memset8(p, 1, 4, b), c.Record(join, b), c.Memset8(p, 1, 4, b),
 				c.WaitEvent(a, join))
 		}, gpu.CaptureUnjoined},

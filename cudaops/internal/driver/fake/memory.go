@@ -73,7 +73,7 @@ func (c *Context) Bytes(p gpu.Ptr, n int) ([]byte, error) {
 func (c *Context) Alloc(n int) (gpu.Ptr, error) {
 	return lockedResult(c, "cuMemAlloc", func() (gpu.Ptr, error) {
 		if n <= 0 {
-			return 0, refused(gpu.InvalidValue, fmt.Sprintf("%d bytes asked for", n))
+			return 0, refused(gpu.InvalidValue, fmt.Sprintf("%d bytes requested", n))
 		}
 		if uint64(n) > c.free {
 			return 0, gpu.NewOutOfMemory(n, c.free, c.info.Memory)
@@ -113,7 +113,7 @@ func (c *Context) Free(p gpu.Ptr) error {
 func (c *Context) AllocHost(n int) ([]byte, error) {
 	return lockedResult(c, "cuMemHostAlloc", func() ([]byte, error) {
 		if n <= 0 {
-			return nil, refused(gpu.InvalidValue, fmt.Sprintf("%d bytes asked for", n))
+			return nil, refused(gpu.InvalidValue, fmt.Sprintf("%d bytes requested", n))
 		}
 		b := gpu.Bytes(make([]uint64, (n+7)/8))[:n:n]
 		c.pinned.Add(b)

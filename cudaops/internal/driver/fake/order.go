@@ -222,7 +222,7 @@ func (c *Context) WaitEvent(s gpu.Stream, e gpu.Event) error {
 		case m == nil:
 		case m.captured == nil && st.capture != nil:
 			st.capture.invalid = true
-			return refused(gpu.CaptureIsolation, "a capture cannot wait for what is outside of it")
+			return refused(gpu.CaptureIsolation, "a capture cannot wait for an event recorded outside of it")
 		case m.captured == nil:
 			st.push(func() error {
 				c.pass(m)
@@ -258,7 +258,7 @@ func (c *Context) Elapsed(start, end gpu.Event) (time.Duration, error) {
 		err = c.withMark("cuEventElapsedTime", e, func(m *mark) error {
 			switch {
 			case m == nil || !c.events[e].timing:
-				return refused(gpu.InvalidHandle, "an event not recorded, or made without timing")
+				return refused(gpu.InvalidHandle, "the event was not recorded, or was created without timing")
 			case !m.passed:
 				return refused(gpu.NotReady, "")
 			}
@@ -298,7 +298,7 @@ func (c *Context) uncapture(s gpu.Stream) (*capture, error) {
 	defer c.mu.Unlock()
 	st := c.streams[s]
 	if st == nil || st.capture == nil || st.capture.origin != st {
-		return nil, refused(gpu.CaptureUnmatched, "no capture was begun on the stream")
+		return nil, refused(gpu.CaptureUnmatched, "no capture was started on the stream")
 	}
 
 	k, unjoined := st.capture, false
@@ -314,7 +314,7 @@ func (c *Context) uncapture(s gpu.Stream) (*capture, error) {
 		return nil, refused(gpu.CaptureInvalidated, "a call was not allowed in the capture")
 	case unjoined:
 		return nil, refused(gpu.CaptureUnjoined, "a stream that has joined the capture has work "+
-			"that the captured one did not wait for")
+			"that the captured stream did not wait for")
 	}
 
 	return k, nil
