@@ -40,8 +40,8 @@ func WithTolerance(tol float64) CheckOption {
 	}
 }
 
-// WithSamples sets the number of elements that are checked per input. Inputs with at most that many
-// elements are checked in full; with n = 0, all inputs are. The default is 200.
+// WithSamples sets the number of elements to check per input. Inputs with at most n elements are
+// checked in full, as are all inputs if n is 0. The default is 200.
 func WithSamples(n int) CheckOption {
 	return func(c *checker) error {
 		if n < 0 {
@@ -68,9 +68,9 @@ func WithSeed(seed uint64) CheckOption {
 // the cost must have values. Neither the graph nor its values change: gradients are derived in a
 // copy of the graph, as if none had been taken before.
 //
-// The copy shares the ops. An op with internal state, such as running averages, retains the effects
-// of the runs. An op with a Replay method is run once and then replayed. Random inputs are drawn
-// once and held. A cost that changes between runs for other reasons is an error.
+// The copy shares the ops. An op with internal state, such as running averages, therefore retains the
+// effects of these runs. An op with a Replay method is run once and then replayed. Random inputs are
+// drawn once and held. A cost that changes between runs for other reasons is an error.
 //
 // The relative error of an analytic derivative a and a numeric one n is
 //
@@ -78,18 +78,17 @@ func WithSeed(seed uint64) CheckOption {
 //
 // The floor keeps derivatives near zero from being judged by the cost's rounding errors: an element
 // below a thousandth of its input's largest derivative is compared with that thousandth, and no
-// element with less than differences can resolve. Correct ops have errors below 1e-6, most of them
-// below 1e-8.
+// element is held to a finer scale than differences can resolve. Correct ops show errors below 1e-6,
+// and usually below 1e-8.
 //
-// Inputs of up to 200 elements are checked in full. For larger inputs, 200 elements are drawn
-// ([WithSamples], [WithSeed]), and the derivative along one random direction, which all elements
-// contribute to, is checked as well.
+// Inputs of up to 200 elements are checked in full. For larger inputs, 200 elements are sampled (see
+// [WithSamples] and [WithSeed]), and the derivative along one random direction, to which every
+// element contributes, is checked as well.
 //
-// Differences are extrapolated to step zero by Richardson's method, with steps that change until
-// the results agree. Wide steps, which may lie on a plateau, count only if narrow ones do not
-// contradict them. At a kink, such as relu at exactly 0, no derivative exists; differences yield
-// the mean of both sides, and the report shows an error although nothing is wrong. Choose values
-// away from kinks.
+// Differences are extrapolated to step zero by Richardson's method, with steps that change until the
+// results agree. Wide steps, which may lie on a plateau, count only if narrow ones do not contradict
+// them. At a kink, such as relu at exactly 0, no derivative exists, so differences yield the mean of
+// both sides and the report shows an error although nothing is wrong. Choose values away from kinks.
 func CheckGradients(cost *gorgonia.Node, wrt gorgonia.Nodes,
 	opts ...CheckOption) (CheckReport, error) {
 	c := &checker{step: 1e-2, tolerance: 1e-6, samples: 200, seed: 1}

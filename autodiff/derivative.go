@@ -6,8 +6,8 @@ import (
 )
 
 const (
-	narrower = 14  // maximum number of times that the first step is halved
-	wider    = 10  // maximum number of times that it is doubled
+	narrower = 14  // maximum number of halvings of the first step
+	wider    = 10  // maximum number of doublings
 	order    = 4   // extrapolations are kept up to an error of h^(2·order+2)
 	samples  = 3   // estimates at the narrowest steps that serve only to determine the rounding error
 	trust    = 10  // tolerated difference between wide and narrow steps, in errors
@@ -28,10 +28,10 @@ type estimate struct{ h, d, spread float64 }
 // extrapolation (Ridders, "Accurate computation of F′(x) and F′(x)F″(x)", 1982).
 //
 // It stops when the estimated error is at most goal(f′), provided that the narrowest step does not
-// contradict the estimate. A step too wide for f's curvature, its domain or a nearby kink only
-// costs evaluations. If no step is narrow enough, rounding is the problem and wider steps are
-// tried; [choose] then decides. Steps are skipped if f is not finite there. If none remains, the
-// result is NaN.
+// contradict the estimate. A step too wide for f's curvature, its domain or a nearby kink only costs
+// evaluations. If no step is narrow enough, rounding errors dominate, so wider steps are tried and
+// [choose] picks among all estimates. Steps at which f is not finite are skipped. If none remains,
+// the result is NaN.
 func derivative(f func(t float64) (float64, error), h float64,
 	goal func(d float64) float64) (best, spread float64, err error) {
 	probe, err := differ(f, math.Ldexp(h, -narrower))
@@ -107,9 +107,9 @@ func extrapolate(steps []difference) []estimate {
 			next := row[k] + (row[k]-last[k])/(power-1)
 			power *= 4
 
-			// Both neighbors in the table approximate the same limit, so the more distant one
-			// bounds the error. Narrow steps may still agree by chance, because their differences
-			// contain few bits of f.
+			// Both neighbors in the table approximate the same limit, so the more distant one bounds
+			// the error. Narrow steps may still agree by chance, because few significant bits of f
+			// survive in their differences.
 			if spread := s.rounding + math.Max(math.Abs(next-row[k]),
 				math.Abs(next-last[k])); spread < e.spread {
 				e.d, e.spread = next, spread
@@ -126,9 +126,9 @@ func extrapolate(steps []difference) []estimate {
 	return all
 }
 
-// against returns e with an error that allows for the narrowest step, and whether that step
-// supports e. Rounding, which affects wider steps less, can explain the difference between them. If
-// it does not, e is not an estimate at all: steps far out on a plateau agree with each other too.
+// against returns e with an error that allows for the narrowest step, and whether that step supports
+// e. Rounding, which affects wider steps less, may explain the difference between them. If it does
+// not, e is worthless, since steps far out on a plateau agree with each other too.
 func (e estimate) against(probe difference,
 	goal func(d float64) float64) (estimate, bool) {
 	off := math.Abs(probe.d - e.d)

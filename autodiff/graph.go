@@ -16,8 +16,8 @@ type replayer interface {
 	Replay() gorgonia.Op
 }
 
-// copied is a copy of everything that a node depends on, in a separate graph. Ops are shared with
-// the original; values are not, and the inputs of the copy have none until [copied.bind].
+// copied is a copy of everything that a node depends on, in a separate graph. Ops are shared with the
+// original; values are not, and the copy's inputs remain unset until [copied.bind].
 type copied struct {
 	graph  *gorgonia.ExprGraph
 	out    *gorgonia.Node
@@ -34,9 +34,9 @@ type copied struct {
 func copyGraph(out *gorgonia.Node, replay bool) (*copied, error) {
 	c := &copied{graph: gorgonia.NewGraph(), node: make(map[*gorgonia.Node]*gorgonia.Node)}
 	err := guard(func() error {
-		// Nodes are copied in the order of their creation, because it determines how Gorgonia
-		// orders the gradients of a node when it adds them. The copy then computes the same bits as
-		// the original.
+		// Nodes are copied in the order of their creation, because it determines how Gorgonia orders
+		// the gradients of a node when it adds them. The copy's results are then bit-identical to the
+		// original's.
 		for _, n := range dependencies(out) {
 			if err := c.add(n, replay); err != nil {
 				return err
@@ -120,8 +120,8 @@ func isRandom(n *gorgonia.Node) bool {
 	return isRandomSource(n) || n.Op() != nil && graph.OpType(n) == "*gorgonia.dropoutOp"
 }
 
-// guard returns f's error, or an error describing its panic: Gorgonia panics on graphs that it
-// cannot differentiate or compile. It also covers user functions called by f.
+// guard returns f's error, or an error describing its panic, since Gorgonia panics on graphs it
+// cannot differentiate or compile. It also catches panics in user functions that f calls.
 func guard(f func() error) (err error) {
 	defer func() {
 		if r := recover(); r != nil {

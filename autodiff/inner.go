@@ -11,8 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// inner runs a graph inside an op. The machine is compiled in the first run and kept; the memory of
-// a run is not.
+// inner runs a graph inside an op. The machine is compiled in the first run and kept, whereas each
+// run's memory is released.
 type inner struct {
 	inputs, outputs gorgonia.Nodes
 
@@ -20,8 +20,8 @@ type inner struct {
 	vm *cpuops.Machine
 }
 
-// do runs the graph on in, which has at least as many elements as the graph has inputs, and writes
-// the outputs to out, one after the other.
+// do runs the graph on the input values in, at least one per graph input, and writes the concatenated
+// outputs to out.
 func (r *inner) do(in opbase.Args, eval bool, out any) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
-// readers hold the most recently read model, because a training loop reads the same one repeatedly.
+// readers caches the most recently read model, because a training loop reads the same one repeatedly.
 var readers = sync.Pool{New: func() any { return new(params.Reader) }}
 
 // GlobalNorm returns sqrt(Σ g²) over all elements of all gradients in grads, which
@@ -35,9 +35,9 @@ func GlobalNorm(grads []gorgonia.ValueGrad) (float64, error) {
 }
 
 // ClipGlobalNorm multiplies all gradients by min(1, limit/(norm + 1e-6)), where norm is their
-// previous [GlobalNorm], and returns norm. limit must be positive. On an error, including a
-// gradient that is not finite, no gradient has changed. (Pascanu, Mikolov and Bengio, "On the
-// difficulty of training recurrent neural networks", 2013.)
+// previous [GlobalNorm], and returns norm. limit must be positive. On an error, such as a non-finite
+// gradient, no gradient is changed. (Pascanu, Mikolov and Bengio, "On the difficulty of training
+// recurrent neural networks", 2013.)
 func ClipGlobalNorm(grads []gorgonia.ValueGrad, limit float64) (norm float64, err error) {
 	r := readers.Get().(*params.Reader)
 	defer readers.Put(r)
@@ -133,10 +133,10 @@ func (e *NonFiniteError) Error() string {
 	return fmt.Sprintf("the %s of parameter %s is %v at %v", e.What, e.Param, e.Value, e.Index)
 }
 
-// FirstNonFinite returns the name of the first parameter with a NaN or an infinity, and whether
-// there is one. kind is "value" or, if all values are finite, "gradient": values come first because
-// a parameter that is not finite spoils every gradient. A missing value or gradient counts as
-// finite.
+// FirstNonFinite returns the name of the first parameter that contains a NaN or an infinity, and
+// whether there is one. kind is "value" or, if all values are finite, "gradient". Values are checked
+// first because a single non-finite parameter spoils every gradient. A missing value or gradient
+// counts as finite.
 func FirstNonFinite(model []gorgonia.ValueGrad) (name, kind string, found bool) {
 	r := readers.Get().(*params.Reader)
 	defer readers.Put(r)

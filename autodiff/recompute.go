@@ -26,18 +26,18 @@ type RecomputeOp struct {
 	run  inner
 }
 
-// Recompute adds the result of build to the graph of inputs as a single op. The op retains its
-// inputs and its result, but no intermediate results; the gradient computes these again (gradient
-// checkpointing). The memory of a deep model then grows with its number of blocks, not with the
-// contents of the blocks, at the price of one more forward pass.
+// Recompute adds the result of build to the graph of inputs as a single op. The op retains its inputs
+// and its result but no intermediate results, which the gradient computes again (gradient
+// checkpointing). A deep model's memory then grows with the number of blocks rather than with their
+// contents, at the cost of one more forward pass.
 //
-// build receives nodes like inputs in another graph. It must return a node of that graph that
-// depends on those nodes and constants alone, and it may use Recompute itself. Inputs may be floats
-// or ints. Float inputs that the result depends on must have its type, and receive gradients.
+// build receives nodes like inputs in another graph. It must return a node of that graph that depends
+// only on those nodes and on constants, and may itself use Recompute. Inputs may be floats or ints.
+// Float inputs on which the result depends must share its type, and receive gradients.
 //
-// Loss and gradients have the same bits as without Recompute, except that Gorgonia may add up three
-// or more gradients of an outer node in another order. Ops that record their runs, such as
-// telemetry, count once, because their Replay is run the second time. Random ops are refused, since
+// Loss and gradients are bit-identical to those without Recompute, except that Gorgonia may add up
+// three or more gradients of an outer node in another order. Ops that record their runs, such as
+// telemetry, count once, because their Replay is run the second time. Random ops are rejected, since
 // they would draw different numbers the second time.
 //
 // The inner graph is necessary because Gorgonia's machines keep every intermediate result until the

@@ -24,8 +24,9 @@ type InputReport struct {
 	Elements []Element
 }
 
-// Element compares one derivative. Index has one entry per dimension of the input. It is nil for a
-// scalar and for the derivative along a random direction, for which Direction is true.
+// Element compares the analytic and the numeric value of one derivative. Index holds one entry per
+// input dimension. It is nil for a scalar and for the derivative along a random direction, for which
+// Direction is true.
 type Element struct {
 	Index             []int
 	Direction         bool

@@ -1,6 +1,6 @@
 // Package blueprints defines the kinds of blueprint that a seed can grow and the registry for a
-// program's own kinds. For each kind it has the meaning of the parameters, the initial values that
-// make it the identity, and, on chunks, the transform t(x) with its gradient.
+// program's own kinds. For each kind it defines the meaning of the parameters, the initial values
+// that make it the identity, and, for kinds that work on chunks, the transform t(x) and its gradient.
 //
 // # Chunks
 //
@@ -12,17 +12,17 @@
 //	MLPExpansion   t(x) = a · relu(x ⊙ w)
 //	ConvFilter     t(x)[i] = a · (w0·x[i] + w1·x[i−1] + w2·x[i−2]), with zeros to the left of the chunk
 //
-// (ConvFilter uses three weights only.) Two kinds can mix features. Their row w holds a matrix [m,
-// C] followed by a matrix [C, m]. The width W of the layer's rows determines the rank or number of
-// hidden features, m = ⌊W/2C⌋:
+// (ConvFilter uses three weights only.) Two kinds can mix features. Their weight row w holds a matrix
+// [m, C] followed by a matrix [C, m]. The width W of the layer's rows determines the rank or number
+// of hidden features, m = ⌊W/2C⌋:
 //
 //	LowRank        t(x) = x + a·U(V·x), with V [m, C] and U [C, m]
 //	ChunkMLP       t(x) = x + a·W2·silu(W1·x), with W1 [m, C] and W2 [C, m]
 //
 // # Depth
 //
-// Four kinds make a model deeper. They have no weights of their own; the size of the germination
-// request determines the number of additional blocks.
+// Four kinds make a model deeper. They need no weights of their own, and the size given in the
+// germination request determines how many blocks are added.
 //
 //	Stack       all blocks in order, size times over (Gong et al., "Efficient Training of BERT by
 //	            Progressively Stacking", 2019)
@@ -33,7 +33,7 @@
 // # Weights and the stream
 //
 // One kind adds to the weight of a linear layer, and two add to the residual stream at its full
-// width. The size of the germination request is their rank, number of heads or number of hidden
+// width. For these, the requested size is the rank, the number of heads or the number of hidden
 // features. Package llm/site builds them as graphs.
 //
 //	LoRA        W' = W + s·B·A, with A [size, in] and B [out, size] (Hu et al., "LoRA: Low-Rank
@@ -43,8 +43,8 @@
 //
 // # Your own kinds
 //
-// [Register] adds a kind; its example shows a complete one. This package does not depend on graphs
-// or tensors: transforms work on the slices of one chunk row, and [Apply] computes one.
+// [Register] adds a kind; its example shows a complete one. This package does not depend on graphs or
+// tensors. Transforms work on slices holding one chunk row, and [Apply] computes one of them.
 package blueprints
 
 import (
@@ -61,9 +61,9 @@ import (
 // Float is the constraint of the element types of transforms.
 type Float interface{ float32 | float64 }
 
-// Kind identifies a registered blueprint. Built-in kinds have fixed numbers, and registered ones
-// are numbered in the order of their registration. A program that stores kinds should therefore
-// store their names, as lattices do, and look them up with [ByName].
+// Kind identifies a registered blueprint. Built-in kinds have fixed numbers, while registered ones
+// are numbered in registration order. Programs should therefore store kinds by name, as lattices do,
+// and look them up with [ByName].
 type Kind uint8
 
 // Built-in kinds.
@@ -89,7 +89,7 @@ const (
 type Homogeneity uint8
 
 const (
-	// NotHomogeneous transforms have neither of the following properties, and their input is never
+	// NotHomogeneous transforms satisfy neither of the following properties, so their input is never
 	// scaled.
 	NotHomogeneous Homogeneity = iota
 	// InX means t(λx; w, a) = λ·t(x; w, a).
@@ -101,14 +101,14 @@ const (
 // Arithmetic is a blueprint's transform and gradient in one element type.
 //
 // The slices x, t, g and dx hold the C elements of one chunk row. w, p and dp hold as many elements
-// as the blueprint's Size returns, or C if it has no Size. p is the form of the weights that the
-// transform uses: the output of Prepare, or w itself without Prepare. Slices do not overlap.
+// as the blueprint's Size returns, or C if Size is nil. p holds the prepared weights, which are the
+// output of Prepare, or w itself if Prepare is nil. Slices do not overlap.
 //
 // The functions are called from several goroutines at once and must not keep state between calls. A
 // panic in a function ends the run of the graph with an error.
 type Arithmetic[T Float] struct {
-	// Prepare computes p from w, once for each seed and pass instead of once per row. If it is nil,
-	// p is w.
+	// Prepare computes p from w, once per seed and pass rather than once per row. If it is nil, p is
+	// w.
 	Prepare func(p, w []T)
 	// Forward writes t(x) to t.
 	Forward func(t, x, p []T, a T)
@@ -119,9 +119,9 @@ type Arithmetic[T Float] struct {
 	Finish func(dp, p []T)
 }
 
-// Blueprint describes one kind. At site Depth, only Name, Layout and Order are used. At sites
-// Weight and Stream, only Name, Layout and Parameters are used, because the blueprint's computation
-// is a graph that package llm/site registers.
+// Blueprint describes one kind. Site Depth uses only Name, Layout and Order. Sites Weight and Stream
+// use only Name, Layout and Parameters, because their computation is a graph registered with package
+// llm/site.
 type Blueprint struct {
 	Name string // must be unique
 	Site Site
@@ -132,19 +132,19 @@ type Blueprint struct {
 	// model's own blocks.
 	Parameters func(h Host, size int) ([]Parameter, error)
 
-	Layout string // meaning of the weights and the scale, for people to read
-	// Size returns the number of weights, out of the width weights of a slot, that the kind uses
-	// for chunks of c features. If the slot is too narrow, it returns the number needed. It may
-	// increase with width. If Size is nil, the number is c.
+	Layout string // human-readable description of the weights and the scale
+	// Size returns how many of a slot's width weights the kind uses for chunks of c features. If the
+	// slot is too narrow, it returns the number needed. The result may increase with width. A nil
+	// Size means c weights.
 	Size func(c, width int) int
 	// Parts returns the arrays that make up the n weights of a chunk of c features, in order. Files
 	// store the weights under these names, which must be distinct, not "" and not "scale". The
 	// arrays must have n elements in total. If Parts is nil, the weights are a single vector called
 	// "weights".
 	Parts func(c, n int) []Part
-	// Identity fills w, the weights that the kind uses of one slot, and returns a scale, so that
-	// the transform of a chunk of c features is the identity or as close to it as the kind allows.
-	// It draws weights that must not start equal from r.
+	// Identity fills w, the part of a slot's weights that the kind uses, and returns a scale such
+	// that the transform of a chunk of c features is the identity or as close to it as the kind
+	// allows. Weights that must not start out equal are drawn from r.
 	Identity    func(w []float64, c int, r *rand.Rand) (scale float64)
 	Homogeneity Homogeneity
 	F32         Arithmetic[float32]
@@ -249,10 +249,9 @@ var (
 func init() { registry.Store(&builtin) }
 
 // Register adds a blueprint and returns its kind. It returns an error wrapping [ErrInvalid] if the
-// name is empty or taken, a required function is missing, or 256 kinds have already been
-// registered.
+// name is empty or taken, if a required function is missing, or if 256 kinds are already registered.
 //
-// GPUs have no kernels for registered kinds: while a seed uses one, package cudaops computes the
+// GPUs lack kernels for registered kinds, so while a seed uses one, package cudaops computes the
 // seed's layer on the host.
 func Register(b Blueprint) (Kind, error) {
 	if err := check(&b); err != nil {
@@ -382,10 +381,10 @@ func For[T Float](b *Blueprint) *Arithmetic[T] {
 	return a.(*Arithmetic[T])
 }
 
-// Size returns the number of weights that a kind uses of a slot with the given width, for chunks of
-// c features. They are the first ones. If the slot is too narrow, it returns an error wrapping
-// [ErrWidth] that states the required width. A c below 1 or a kind of another site is an error
-// wrapping [ErrInvalid], and an unknown kind one wrapping [ErrUnknownKind].
+// Size returns how many weights, starting with the first, a kind uses in a slot of the given width
+// for chunks of c features. If the slot is too narrow, the error wraps [ErrWidth] and states the
+// required width. The error wraps [ErrInvalid] if c is less than 1 or the kind belongs to another
+// site, and [ErrUnknownKind] if the kind is unknown.
 func Size(k Kind, c, width int) (int, error) {
 	b, err := Lookup(k)
 	if err != nil {
@@ -418,13 +417,13 @@ func Size(k Kind, c, width int) (int, error) {
 
 // Identity sets a slot to the identity start of a kind for chunks of c features.
 //
-// weights [slots, W], row by row, and scales [slots] are the parameters of a Kasmina layer. slot
-// must be in 1 … slots−1, because slot 0 means "none". Kinds that start with random weights derive
-// them from seed. Weights that the kind does not use become 0.
+// weights [slots, W], row by row, and scales [slots] are the parameters of a Kasmina layer. slot must
+// be in 1 … slots−1, because slot 0 means "none". Kinds with random initial weights derive them from
+// seed. Unused weights are set to 0.
 //
 // The error wraps [ErrSlot] if slot is out of range, [ErrWidth] if W is too small for the kind, and
 // [ErrInvalid] if the blueprint's Identity returns values that are not finite or its Parts violates
-// the rules in [Blueprint]. On an error, nothing has changed.
+// the rules in [Blueprint]. On an error, nothing is changed.
 func Identity[T Float](k Kind, slot, c int, seed uint64, weights, scales []T) error {
 	slots := len(scales)
 	if slots == 0 || len(weights) == 0 || len(weights)%slots != 0 || c < 1 {
@@ -484,8 +483,8 @@ func start[T Float](k Kind, c, width int, seed uint64) (weights []T, scale T, er
 	return weights, T(a), nil
 }
 
-// random returns the source of Identity's random numbers. It produces the same numbers in every
-// program, even if a registered kind has different numbers there.
+// random returns the source of Identity's random numbers. The sequence is the same in every program,
+// even if a registered kind is numbered differently there.
 func (b *Blueprint) random(k Kind, seed uint64) *rand.Rand {
 	stream := uint64(k)
 	if int(k) >= len(builtin) {
@@ -497,8 +496,8 @@ func (b *Blueprint) random(k Kind, seed uint64) *rand.Rand {
 }
 
 // Apply computes y = t(x) for one chunk row, with the weights w and the scale a of a slot. x and y
-// must have the same positive length. w may have more elements than the kind uses. After an error,
-// the contents of y are undefined.
+// must have the same positive length, but w may be longer than the kind requires. After an error, the
+// contents of y are undefined.
 func Apply[T Float](k Kind, y, x, w []T, a T) error {
 	b, err := Lookup(k)
 	if err != nil {

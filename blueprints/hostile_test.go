@@ -104,7 +104,7 @@ func checkPanic(t *testing.T, err error, kind blueprints.Kind, function string) 
 	}
 }
 
-// TestClashingParts checks that parts that a file could not store are refused before a seed grows
+// TestClashingParts checks that parts that a file could not store are rejected before a seed grows
 // them.
 func TestClashingParts(t *testing.T) {
 	var parts []blueprints.Part
@@ -133,7 +133,7 @@ func TestClashingParts(t *testing.T) {
 	}
 }
 
-// TestInfiniteIdentity checks that an identity start with values that are not finite is refused.
+// TestInfiniteIdentity checks that an identity start with values that are not finite is rejected.
 func TestInfiniteIdentity(t *testing.T) {
 	v := 0.0
 	kind := register(t,

@@ -178,7 +178,7 @@ func softmax[T Float](p, w []T) {
 
 	var sum float64
 
-	// Exponentials take most of the time, so the first ones, often all, are kept.
+	// Exponentials dominate the running time, so the first ones (often all of them) are kept.
 	var first [64]float64
 	for i, v := range w {
 		e := math.Exp(float64(v) - top)

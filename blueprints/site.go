@@ -51,8 +51,8 @@ type Host struct {
 	Seq     int // rows per sequence
 }
 
-// Parameter is a tensor of a blueprint at a weight or in the stream. Its initial values are
-// normally distributed around Start, or equal to Start if Deviation is 0.
+// Parameter is a tensor of a blueprint at a weight or in the stream. Its initial values are normally
+// distributed around Start with the given standard deviation, so they equal Start if Deviation is 0.
 type Parameter struct {
 	Name             string // unique within the blueprint; consists of a to z, 0 to 9 and _
 	Shape            []int
@@ -62,9 +62,9 @@ type Parameter struct {
 // maxParameters is the maximum number of parameters of a blueprint.
 const maxParameters = 1 << 8
 
-// ParametersOf returns the parameters of a registered blueprint of the given size on a host. It
-// returns an error wrapping [ErrInvalid] if the kind has no Parameters, does not fit the host, or
-// returns parameters that violate the rules in [Parameter].
+// ParametersOf returns the parameters of a registered blueprint of the given size on a host. The
+// error wraps [ErrInvalid] if the kind defines no Parameters, does not fit the host, or returns
+// parameters that violate the rules in [Parameter].
 func ParametersOf(k Kind, h Host, size int) ([]Parameter, error) {
 	b, err := Lookup(k)
 	if err != nil {
@@ -110,7 +110,8 @@ func ParametersOf(k Kind, h Host, size int) ([]Parameter, error) {
 }
 
 // Mergeable reports whether a fossilized blueprint of a kind can become part of a plain model. This
-// holds for sums of weights, and for blocks like the model's own. Other blueprints remain separate.
+// holds for blueprints that add to a weight and for blocks like the model's own. All others remain
+// separate.
 func Mergeable(k Kind) bool {
 	b, err := Lookup(k)
 	return err == nil && (b.Site == Weight || b.Site == Depth || k == Attention || k == Perceptron)
@@ -122,10 +123,10 @@ const NewBlock = -1
 // maxBlocks is the maximum number of blocks of a grown model.
 const maxBlocks = 1 << 16
 
-// Order returns the blocks of a model with the given number of blocks after a blueprint of depth
-// has been grafted. Each element is the number of the block to copy, or [NewBlock]. size is the
-// size of the germination request. It returns an error wrapping [ErrInvalid] if the kind does not
-// support the size or its order would lose blocks.
+// Order returns the blocks of a model with the given number of blocks after a blueprint of depth has
+// been grafted. Each element is the index of the block to copy, or [NewBlock]. size is the size given
+// in the germination request. It returns an error wrapping [ErrInvalid] if the kind does not support
+// the size or its order would lose blocks.
 func Order(k Kind, blocks, size int) ([]int, error) {
 	b, err := Lookup(k)
 	if err != nil {
@@ -186,7 +187,7 @@ func interleave(blocks, size int) (order []int) {
 }
 
 // middle repeats the blocks between the first and the last third size times: C1 C2 becomes C1 C2 C1
-// C2. Both thirds are rounded down, so in a model of one or two blocks all are repeated.
+// C2. Both thirds are rounded down, so a model of one or two blocks is repeated as a whole.
 func middle(blocks, size int) (order []int) {
 	third := blocks / 3
 	if size > maxBlocks/blocks {

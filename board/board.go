@@ -10,9 +10,9 @@
 // The page needs no network: all its files are embedded in the program. A program with a web server
 // can use a [Board] as an [http.Handler].
 //
-// A run never waits for its board. The board receives copies of the trainer's events; if it
-// cannot keep up, it drops events and counts them. Viewers receive updates a few times per second. The
-// board disconnects viewers that do not read and refuses excessive requests. Package [board/api]
+// A run never waits for its board. The board receives copies of the trainer's events, and if it
+// cannot keep up, it drops events and counts them. Viewers receive updates a few times per second.
+// The board disconnects viewers that do not read and rejects excessive requests. Package [board/api]
 // documents the JSON interface under /api/v1 and contains a client for it.
 //
 // [board/api]: https://pkg.go.dev/github.com/kasmina-go/kasmina/board/api
@@ -39,8 +39,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// A Board shows the runs of trainers, or the runs that logs describe. Create one with [New], [Attach]
-// or [Logs]. All methods may be called from any goroutine.
+// A Board shows runs, which it follows either through their trainers or through their logs. Create
+// one with [New], [Attach] or [Logs]. All methods may be called from any goroutine.
 type Board struct {
 	handler http.Handler
 	config  config
@@ -54,7 +54,7 @@ type Board struct {
 	cards    cards
 
 	orders   orders
-	patience time.Duration // for requests that wait for the end of a step
+	patience time.Duration // for requests waiting for the end of a step
 
 	mu       sync.Mutex
 	closed   bool
@@ -86,15 +86,15 @@ type config struct {
 	name    string
 }
 
-// WithFolder names the run of [Attach] after its folder, as a board of logs and a report do. Without
-// this option the run is called "run".
+// WithFolder names the run of [Attach] after its directory, as boards created by [Logs] and reports
+// do. Without this option, the run is called "run".
 func WithFolder(folder string) Option {
 	return func(c *config) { c.name = runName(folder) }
 }
 
-// WithHosts permits requests under additional host names, given without a port. Addresses, localhost
-// and the name of the computer are always permitted. Other names are refused because a hostile page
-// could use them to reach the board.
+// WithHosts permits requests under additional host names, given without a port. IP addresses,
+// localhost and the computer's own name are always permitted. All other names are rejected, because a
+// hostile page could use them to reach the board.
 func WithHosts(names ...string) Option {
 	return func(c *config) { c.hosts = append(c.hosts, names...) }
 }
@@ -155,8 +155,8 @@ func (b *Board) Watch(t *llm.Trainer, name string) error {
 	return nil
 }
 
-// settings returns the settings that distinguish runs: the program's notes, or the sizes of the model
-// if there are no notes.
+// settings returns the settings that distinguish runs, which are the program's notes or, if there are
+// none, the model's sizes.
 func settings(t *llm.Trainer) map[string]string {
 	if len(t.Config.Notes) > 0 {
 		return maps.Clone(t.Config.Notes)
@@ -179,10 +179,10 @@ type feed struct {
 	board *Board
 	run   *store.Run
 	seeds *state.Network
-	left  []state.Event // events of seeds that did not fit into the queue
+	left  []state.Event // seed events that did not fit into the queue
 }
 
-// maxLeft limits the events of seeds that wait for the queue.
+// maxLeft limits the seed events waiting for room in the queue.
 const maxLeft = 1 << 16
 
 func (f *feed) event(e llm.Event) error {

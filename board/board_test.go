@@ -191,7 +191,7 @@ func TestStream(t *testing.T) {
 	}
 }
 
-// TestHostile checks that malformed requests and requests for other hosts are refused.
+// TestHostile checks that malformed requests and requests for other hosts are rejected.
 func TestHostile(t *testing.T) {
 	tr := newTrainer(t, 2, 4)
 	b, err := board.Attach(tr, board.WithHosts("gpu.example"))
@@ -250,8 +250,8 @@ func TestZeroBoard(t *testing.T) {
 	require.NoError(t, b.Close())
 }
 
-// TestFlood checks that excessive requests are refused, and that they and viewers that never read
-// do not disturb a run.
+// TestFlood checks that excessive requests are rejected, and that they and viewers that never read do
+// not disturb a run.
 func TestFlood(t *testing.T) {
 	tr := newTrainer(t, 300, 4)
 	b, url := listen(t, tr)

@@ -266,7 +266,7 @@ func TestSteering(t *testing.T) {
 }
 
 // TestFinishedRun checks that the page of a run that has ended offers nothing that could only be
-// refused, whether the page was open when the run ended or is opened later.
+// rejected, whether the page was open when the run ended or is opened later.
 func TestFinishedRun(t *testing.T) {
 	w := browser(t)
 	tr := newTrainer(t, 20, 4)

@@ -24,7 +24,7 @@ type cards struct {
 	failed  bool // an error has been logged
 }
 
-// cardsEvery limits how often the GPUs are read, because that takes milliseconds.
+// cardsEvery limits how often the GPUs are queried, because a query takes milliseconds.
 const cardsEvery = time.Second
 
 // now returns the state of the GPUs, at most cardsEvery old. If NVML is missing, it returns none and

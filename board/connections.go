@@ -45,8 +45,8 @@ func clientOf(addr string) string {
 
 // connections is a listener that limits the number of connections, in total and per client.
 //
-// When a limit is reached, a new connection replaces an idle connection or a connection with a
-// client that does not read its answer. Without such a connection, the new one is closed.
+// When a limit is reached, a new connection replaces an idle one, or one whose client does not read
+// its response. If there is no such connection, the new one is closed.
 type connections struct {
 	net.Listener
 	stalled time.Duration
@@ -70,7 +70,7 @@ const (
 	writing                // a handler is writing a part of its answer
 )
 
-// A connection is a connection that was accepted by a listener with limits.
+// A connection is a connection accepted by a listener with limits.
 type connection struct {
 	net.Conn
 	from   *connections
@@ -195,7 +195,7 @@ func (l *connections) tracked(next http.Handler) http.Handler {
 	})
 }
 
-// Write writes p. It fails if the client takes too long to read any writeChunk bytes.
+// Write writes p. It fails if the client takes too long to read a chunk of writeChunk bytes.
 func (c *connection) Write(p []byte) (n int, err error) {
 	before := c.from.enter(c, writing)
 	defer func() { c.from.enter(c, before) }()
@@ -227,8 +227,8 @@ type places struct {
 	ofClient map[string]int
 }
 
-// take reserves a place for a client and returns a function that releases it. It returns false if the
-// limits do not permit another stream.
+// take reserves a stream for a client and returns a function that releases it. It returns false if
+// the limits do not permit another one.
 func (p *places) take(client string) (leave func(), ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -287,7 +287,7 @@ func (r *rates) take(client string, now time.Time) bool {
 		r.clients[client] = own
 	}
 
-	// A refused event must not count against the total.
+	// A rejected event must not count against the total.
 	return own.take(now, r.perSecond*3/4) && r.all.take(now, r.perSecond)
 }
 

@@ -25,8 +25,8 @@ import (
 // the board is read-only.
 func WithControl() Option { return func(c *config) { c.control = true } }
 
-// Token returns the token that a request needs to steer a run, or "" if the board is read-only. Every
-// board has its own token, which is part of the URL that [Board.Listen] returns.
+// Token returns the token that a request needs to steer a run, or "" if the board is read-only. Each
+// board creates its own token and includes it in the URL that [Board.Listen] returns.
 func (b *Board) Token() string { return b.token }
 
 // Limits of requests to a run.
@@ -35,7 +35,7 @@ const (
 	maxCommands = 1000
 	maxWho      = 64
 	maxWhy      = 200
-	maxOrders   = 20 // per second, including refused ones
+	maxOrders   = 20 // per second, including rejected ones
 )
 
 // control adds the routes that steer runs.
@@ -60,7 +60,7 @@ func (b *Board) control(mux *http.ServeMux) {
 }
 
 // A reader reads an order from a request and passes it to the trainer. The channel receives the
-// result. If the order is refused, the page shows the returned commands.
+// result. If the order is rejected, the page shows the returned commands.
 type reader func(*http.Request, *llm.Trainer) (answer <-chan error, commands []state.Command, err error)
 
 // errRequest is wrapped by errors of malformed requests.
@@ -128,7 +128,7 @@ func read(r *http.Request, to any) error {
 	return nil
 }
 
-// asked describes a request for the log: who has asked for what, and why.
+// asked describes a request for the log, stating who asked for what, and why.
 func asked(q api.Request, what, why string) string {
 	who := clean(q.Who, maxWho)
 	if who == "" {

@@ -39,8 +39,8 @@ const (
 	silentAfter = 2 * time.Minute
 )
 
-// Logs returns a board that shows the runs that logs describe, side by side. The runs may be finished
-// or in progress. A path is a folder with a log.jsonl, or a log itself.
+// Logs returns a board that shows finished runs or runs in progress side by side, as described by
+// their logs. Each path names a directory that contains a log.jsonl, or a log itself.
 func Logs(paths []string, opts ...Option) (*Board, error) {
 	if len(paths) == 0 {
 		return nil,
@@ -106,8 +106,8 @@ func openLog(path, id, name string) (*log, error) {
 	return l, err
 }
 
-// placeOf returns the absolute path that identifies a run: its folder, or its log without the
-// suffix if the log is not called log.jsonl.
+// placeOf returns the absolute path that identifies a run, which is its directory or, if the log is
+// not called log.jsonl, its log without the suffix.
 func placeOf(path string) string {
 	if abs, err := filepath.Abs(path); err == nil {
 		path = abs
@@ -142,7 +142,7 @@ func runNames(paths []string) []string {
 		}
 	}
 
-	// Number a run that is given more than once.
+	// Number runs that are given more than once.
 	for i, name := range names {
 		for n := 2; slices.Contains(names[:i], names[i]); n++ {
 			names[i] = fmt.Sprintf("%s (%d)", name, n)
@@ -151,7 +151,7 @@ func runNames(paths []string) []string {
 	return names
 }
 
-// lastParts returns the last n parts of an absolute path, or "run" for the root of a file system, which
+// lastParts returns the last n elements of an absolute path, or "run" for a file system's root, which
 // has no name.
 func lastParts(path string, n int) string {
 	separator := string(filepath.Separator)
@@ -207,8 +207,8 @@ func (l *log) follow(closing <-chan struct{}) {
 	}
 }
 
-// Report writes the page of a run as a single HTML file that needs no other files. path is the folder
-// of the run, or its log. The page shows the same figures as a [Board].
+// Report writes a run's page as a single, self-contained HTML file. path names the run's directory or
+// its log. The page shows the same figures as a [Board].
 func Report(w io.Writer, path string) error {
 	l, err := openLog(path, "0", runName(path))
 	if err != nil {
@@ -228,12 +228,12 @@ func Report(w io.Writer, path string) error {
 	return nil
 }
 
-// WriteReport writes the [Report] of a run to a file and returns the path of the file. It creates the
-// folders of the file. If path is empty, the file is written to the current folder and named after
-// the folder of the run, with the suffix .html.
+// WriteReport writes the [Report] of a run to a file and returns the path of the file. It creates
+// missing directories. If path is empty, the file is written to the current directory and named after
+// the run's directory, with the suffix .html.
 //
-// WriteReport replaces an earlier report of the same run. Any other existing file is an error and
-// stays, including the report of another run with the same name.
+// WriteReport replaces an earlier report of the same run. If any other file exists there, including
+// another run's report of the same name, WriteReport leaves it alone and returns an error.
 func WriteReport(path, run string) (string, error) {
 	if path == "" {
 		path = runName(run) + ".html"
@@ -304,8 +304,8 @@ var (
 	iconPattern   = regexp.MustCompile(`<link rel="icon" href="[a-z.]+">\n`)
 )
 
-// standalone returns the page with its styles and scripts, a mark, and data, all in one text. The data
-// are JSON, in which encoding/json has escaped the characters of HTML tags.
+// standalone returns the page with its styles and scripts, a mark, and data, all as a single string.
+// The data are JSON, in which encoding/json has escaped the characters of HTML tags.
 func standalone(data []byte, mark string) ([]byte, error) {
 	html, err := page.ReadFile("page/index.html")
 	if err != nil {

@@ -38,7 +38,7 @@ type order struct {
 	err     error
 }
 
-// isSettled reports whether the order has been carried out or refused.
+// isSettled reports whether the order has been carried out or rejected.
 func (o *order) isSettled() bool {
 	select {
 	case <-o.settled:
@@ -78,7 +78,7 @@ func (o *orders) add(run *store.Run, answer <-chan error, refused func(error)) *
 	o.last++
 	next := &order{id: o.last, run: run, settled: make(chan struct{})}
 	o.all = append(o.all, next)
-	go func() { // ends because a run answers every request before it ends
+	go func() { // terminates because a run answers every request before it ends
 		if next.err = <-answer; next.err != nil {
 			refused(next.err)
 		}
@@ -113,7 +113,7 @@ func (o *orders) find(run *store.Run, id int) *order {
 }
 
 // carryOut reads an order, passes it to the trainer, and answers with the result. The page shows
-// refused commands as events.
+// rejected commands as events.
 func (b *Board) carryOut(w http.ResponseWriter, r *http.Request, run *store.Run, t *llm.Trainer,
 	read reader) {
 	if b.orders.full() {

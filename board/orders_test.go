@@ -35,7 +35,7 @@ func atStep(t *testing.T, tr *llm.Trainer, step int) (reached <-chan struct{}, g
 }
 
 // TestPendingOrders checks that an order that waits for a long time is reported as pending rather
-// than refused, and that its client can query the result.
+// than rejected, and that its client can query the result.
 func TestPendingOrders(t *testing.T) {
 	tr := newTrainer(t, 6, 4)
 	b, _ := listen(t, tr, board.WithControl())

@@ -224,8 +224,8 @@ func refuse(w http.ResponseWriter, status int, why string) {
 const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: " +
 	"data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
-// guarded limits the rate of requests, so that they do not slow a run down, and refuses requests with
-// foreign host names.
+// guarded limits the request rate, so that viewers cannot slow a run down, and rejects foreign host
+// names.
 func (b *Board) guarded(next http.Handler) http.Handler {
 	requests := &rates{perSecond: maxRequests}
 	known := append([]string{"localhost"}, b.config.hosts...)

@@ -152,7 +152,7 @@ func (p Place) targets() (all []string) {
 	if host, ok := p.ownLoopback(); ok {
 		hosts = []string{host}
 	} else if p.local() {
-		// Without LOCAL_WORLD_SIZE, rank 0 may not know that all ranks share its host.
+		// Without LOCAL_WORLD_SIZE, rank 0 cannot always tell that all ranks share its host.
 		hosts = []string{loopback, p.MasterAddr}
 	}
 

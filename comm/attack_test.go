@@ -191,7 +191,7 @@ func TestSquatter(t *testing.T) {
 	require.NotZero(t, came, "no rank tried the relay")
 }
 
-// TestPassedOn reaches rank 0 only through a relay on another port, which must be refused.
+// TestPassedOn reaches rank 0 only through a relay on another port, which must be rejected.
 func TestPassedOn(t *testing.T) {
 	p := places(t, 2)
 	open(t, p[0], 0)

@@ -28,10 +28,9 @@ type caller struct {
 	failed []error // why the latest attempt at each target failed, or nil
 }
 
-// connect tries all targets, again and again, until rank 0 of this run accepts the connection. It also
-// returns rank 0's deadline.
-// Each target is retried independently of the others. A target that never answers therefore delays
-// nothing, even if rank 0 starts to listen after the first attempts.
+// connect tries all targets, again and again, until rank 0 of this run accepts the connection. It
+// also returns rank 0's deadline. Each target is retried independently, so one that never answers
+// delays nothing, even if rank 0 only starts to listen after the first attempts.
 func (c *caller) connect(ctx context.Context, timeout time.Duration) (*wire, time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
@@ -87,7 +86,7 @@ func (c *caller) connect(ctx context.Context, timeout time.Duration) (*wire, tim
 	}
 }
 
-// informative drops refused connections from failures, unless every connection was refused. Most
+// informative drops refused connections from failures, unless every connection was rejected. Most
 // ports of the window are expected to be closed.
 func informative(failures []error) []error {
 	rest := slices.DeleteFunc(slices.Clone(failures), func(err error) bool {
@@ -99,7 +98,8 @@ func informative(failures []error) []error {
 	return rest
 }
 
-// A finalError is a refusal by rank 0 of this run. Trying other addresses would be pointless.
+// A finalError is a rejection by this run's rank 0, after which trying other addresses would be
+// pointless.
 type finalError struct{ error }
 
 func isFinal(err error) bool {
@@ -107,8 +107,8 @@ func isFinal(err error) bool {
 	return errors.As(err, &final)
 }
 
-// attempt dials a target and tries to join the run there. Rank 0 may listen at several targets, but a
-// process joins through one of the targets only.
+// attempt dials a target and tries to join the run there. Rank 0 may listen at several targets, but
+// each process joins through only one of them.
 func (c *caller) attempt(ctx context.Context, target string) (*wire, time.Duration, error) {
 	conn, err := c.id.Dial(ctx, target)
 	if err != nil {

@@ -3,11 +3,11 @@
 //
 //   - [FromEnvironment] reads a process's [Place] from the variables set by torchrun, Slurm, Open
 //     MPI or a Kubernetes operator. Package launch starts the processes of one host itself.
-//   - [Join] meets the other processes at rank 0, over TCP, and returns a [World]. The World gathers
-//     small values and notifies every rank when one fails, dies or hangs.
+//   - [Join] meets the other processes at rank 0, over TCP, and returns a [World]. The World
+//     exchanges small values, and notifies every rank when one fails, dies or hangs.
 //   - A [Group] provides the collectives on device memory. Package nccl implements it for GPUs, and
 //     package loopback, over TCP, for the CPUs of one host and for tests.
-//   - [Watch] connects the two: when a rank dies, it aborts the work that waits for that rank.
+//   - [Watch] connects the two, aborting work that waits for a rank when that rank dies.
 //
 // # Security
 //
@@ -15,11 +15,10 @@
 // the environment. If another launcher starts the processes, it must provide the secret; there is no
 // default.
 //
-// All connections of this package and of package loopback use TLS 1.3 between two processes that
-// know the secret. Without it, a process on the network cannot join, read or modify the traffic, or
-// fail the run, except by breaking connections or occupying ports. Ranks refuse connections that
-// are relayed from another port of rank 0's host, and rank 0 stops listening once all ranks have
-// joined.
+// All connections of this package and of package loopback use TLS 1.3 between two processes that know
+// the secret. Without it, a process on the network cannot join, read or modify the traffic, or fail
+// the run, except by breaking connections or occupying ports. Ranks reject connections that are
+// relayed from another port of rank 0's host, and rank 0 stops listening once all ranks have joined.
 //
 // NCCL uses separate connections between GPUs on different hosts, and does not encrypt them by
 // default. See docs/CLUSTER.md.
@@ -34,32 +33,30 @@
 //
 // # Reproducibility of collectives
 //
-// Send, Recv, AllGather, Broadcast and [GatherShards] copy: the received bits equal those sent,
-// including NaN payloads and signs of zeros. Max and Min have a unique result, except for NaN. So
-// do sums of integers.
+// Send, Recv, AllGather, Broadcast and [GatherShards] copy their data bit for bit, including NaN
+// payloads and signs of zeros. The results of Max, Min and integer sums are unique, except for NaN.
 //
-// Sums of floating-point numbers depend on their order, which for AllReduce and ReduceScatter
-// depends on the number of ranks, the length, and the algorithm that NCCL chooses. Two runs with
-// the same ranks may agree; runs with 2 and 4 ranks do not. Package loopback also adds in an order
-// that depends on the number of ranks, so that tests detect code that relies on it.
+// Sums of floating-point numbers depend on their order, which for AllReduce and ReduceScatter depends
+// on the number of ranks, the length, and the algorithm that NCCL chooses. Two runs on the same ranks
+// may agree, but runs on 2 and on 4 ranks do not. Package loopback also adds in an order that depends
+// on the number of ranks, so that tests detect code that relies on it.
 //
 // # Sums in order
 //
-// [OrderedSum] computes sums with bits that do not depend on the number of ranks. A batch consists
-// of M micro-batches. With N ranks, micro-batch m belongs to rank m mod N in round m / N. After
-// each round, every rank sends to each owner the owner's shard of its gradient, all in one Batch of
-// sends and receives. With one kernel, the owner then adds the contributions in the order of the
-// ranks: one kernel:
+// [OrderedSum] computes sums whose bits do not depend on the number of ranks. A batch consists of M
+// micro-batches. With N ranks, rank m mod N computes micro-batch m in round m / N. After each round,
+// every rank sends to each owner the owner's shard of its gradient, all in one Batch of sends and
+// receives. The owner then adds the contributions in rank order, using a single kernel:
 //
 //	acc = (((acc + g₀) + g₁) + …) + gₙ₋₁
 //
 // Over all rounds this is the sum over m = 0, 1, …, M−1 from left to right, each step rounded once,
-// for every N. On a single GPU the same kernel adds one contribution at a time. Three rules make
-// this work: the sum starts with a copy of the first contribution; contributions have the same type
-// on a single GPU as when they are sent; and no rank adds its own micro-batches before sending
-// them, because that would change the order.
+// for every N. On a single GPU the same kernel adds one contribution at a time. This works because of
+// three rules: the sum starts with a copy of the first contribution; contributions on a single GPU
+// have the same type as transmitted ones; and no rank sums its own micro-batches before sending them,
+// which would change the order.
 //
-// If N does not divide M, the last round has contributions from the first M mod N ranks only.
+// If N does not divide M, only the first M mod N ranks contribute to the last round.
 //
 // A round transfers (N−1)/N of a gradient out of and into each rank, like a ReduceScatter. In
 // addition, each rank needs memory for N−1 contributions to its own shard.

@@ -8,8 +8,8 @@ import (
 	"os"
 )
 
-// Binary returns a [Fact] for checking that all ranks run the same program, byte for byte: a
-// checksum of the executable.
+// Binary returns a [Fact] that holds a checksum of the executable, for checking that all ranks run
+// the same program, byte for byte.
 func Binary() (Fact, error) {
 	path, err := os.Executable()
 	if err != nil {

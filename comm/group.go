@@ -74,7 +74,7 @@ func (o Op) String() string {
 // returns; the work is done when the stream has passed it. Every rank must call the same operations
 // with the same counts, types and roots in the same order.
 //
-// Buffers must not overlap, except where a method allows dst to be src.
+// Buffers must not overlap, except where a method permits dst to be src.
 type Collectives interface {
 	// AllReduce computes dst[i] = op over all ranks of src[i], for count elements. dst may be src.
 	AllReduce(dst, src Ptr, count int, t Type, op Op, s Stream) error
@@ -104,9 +104,9 @@ type Group interface {
 	// Rank returns the rank of this process, and Size the number of ranks.
 	Rank() int
 	Size() int
-	// Batch combines the operations that f calls into one, so that sends and receives between ranks
-	// run at once and cannot wait for each other. f must use only c and a single stream. If f
-	// fails, this rank enqueues nothing.
+	// Batch combines the operations f calls into one, so that sends and receives between ranks run
+	// concurrently and cannot wait for each other. f must use only c and a single stream. If f fails,
+	// this rank enqueues nothing.
 	Batch(f func(c Collectives) error) error
 	// Alloc returns memory that suits the group's transport best. Free frees it.
 	Alloc(bytes int) (Ptr, error)
@@ -117,8 +117,8 @@ type Group interface {
 	Deregister(r Registration) error
 	// Err returns the error of failed work, or nil. It never blocks.
 	Err() error
-	// Abort ends all enqueued and running work, even if it waits for ranks that are gone. From then
-	// on every call fails with the cause. Only the first cause counts.
+	// Abort terminates all enqueued and running work, even if it is waiting for ranks that are gone.
+	// All subsequent calls fail with the cause. Only the first cause counts.
 	Abort(cause error)
 	// Close frees the group. Its streams must have finished. If the group has failed, Close returns
 	// the cause.

@@ -9,12 +9,12 @@ import (
 // Shards divides a buffer among ranks: rank r owns elements [s[r], s[r+1]). A shard may be empty.
 type Shards []int
 
-// EvenShards divides count elements among size ranks, as evenly as is possible in units of multiple
-// elements. If count is not a multiple, the last non-empty shard gets the remainder. For invalid
-// arguments it returns nil, which [Shards.Check] refuses.
+// EvenShards divides count elements among size ranks, as evenly as possible in units of multiple
+// elements. If count is not divisible by multiple, the last non-empty shard gets the remainder.
+// EvenShards returns nil for invalid arguments, which [Shards.Check] then rejects.
 func EvenShards(count, size, multiple int) Shards {
 	if count < 0 || size < 1 || size > maxRanks || multiple < 1 {
-		return nil // refused by Check
+		return nil // rejected by Check
 	}
 	s := make(Shards, size+1)
 	blocks := (count + multiple - 1) / multiple
@@ -24,15 +24,15 @@ func EvenShards(count, size, multiple int) Shards {
 	return s
 }
 
-// Piece is a section of a buffer. It may be divided at multiples of Multiple elements from its
-// start, or not at all if Multiple is 0.
+// Piece is a contiguous section of a buffer. It may be divided only at multiples of Multiple elements
+// from its start, or not at all if Multiple is 0.
 type Piece struct{ Len, Multiple int }
 
-// CutShards divides a buffer that consists of consecutive pieces among ranks, as evenly as the
-// pieces allow. Each boundary is the possible one nearest to an even division.
+// CutShards divides a buffer that consists of consecutive pieces among ranks, as evenly as the pieces
+// allow. Each boundary is the admissible one nearest to an even division.
 func CutShards(pieces []Piece, size int) Shards {
 	if size < 1 || size > maxRanks {
-		return nil // refused by Check
+		return nil // rejected by Check
 	}
 
 	total := 0
@@ -49,7 +49,8 @@ func CutShards(pieces []Piece, size int) Shards {
 	return s
 }
 
-// nearestCut returns the possible boundary nearest to at, or the lower of two equally near ones.
+// nearestCut returns the admissible boundary nearest to at, or the lower one of two that are equally
+// near.
 func nearestCut(pieces []Piece, at int) int {
 	start := 0
 	for _, p := range pieces {
@@ -101,16 +102,16 @@ func (s Shards) Check(size int) error {
 //
 //	acc[i] = (((acc[i] + parts[0][i]) + parts[1][i]) + …)
 //
-// for count elements, with each sum rounded to float32. acc is float32 and the parts have type t;
-// for float64 parts, acc and the rounding are float64. With overwrite, acc[i] starts as a copy of
-// parts[0][i] rather than 0 + parts[0][i], which would lose the sign of −0.
+// for count elements, with each sum rounded to float32. acc holds float32 elements and the parts
+// elements of type t, except that float64 parts require a float64 acc and round to float64. With
+// overwrite, acc[i] starts as a copy of parts[0][i] rather than as 0 + parts[0][i], which would lose
+// the sign of −0.
 type Adder interface {
 	AddInOrder(acc Ptr, parts []Ptr, overwrite bool, count int, t Type, s Stream) error
 }
 
-// OrderedSum adds the contributions of micro-batches in the order of the micro-batches, each shard
-// at the rank that owns it. The result has the same bits for any number of ranks; see the package
-// documentation.
+// OrderedSum adds the contributions of micro-batches in micro-batch order, each shard at the rank
+// that owns it. The result is bit-identical for any number of ranks; see the package documentation.
 type OrderedSum struct {
 	Group  Group
 	Adder  Adder
@@ -128,8 +129,8 @@ func SumType(t Type) Type {
 	return Float32
 }
 
-// StagingLen returns the number of elements that a rank receives in one round: its shard from each
-// other rank.
+// StagingLen returns the number of elements a rank receives in one round, which is its own shard from
+// every other rank.
 func (o OrderedSum) StagingLen() int {
 	if o.Group == nil {
 		return 0
@@ -148,9 +149,9 @@ func (o OrderedSum) Check() error {
 	return o.Shards.Check(o.Group.Size())
 }
 
-// Add adds one round: a micro-batch of each of the first contributors ranks, in the order of ranks.
-// contribution points to the Shards.Count() elements of this rank, and acc to the sum of this
-// rank's shard. With overwrite, which the first round must set, acc is overwritten.
+// Add adds one round, consisting of a micro-batch from each of the first contributors ranks, in rank
+// order. contribution points to this rank's Shards.Count() elements, and acc to the sum of this
+// rank's shard. The first round must set overwrite, which overwrites acc.
 func (o OrderedSum) Add(acc, contribution Ptr, contributors int, overwrite bool, s Stream) error {
 	if err := o.Check(); err != nil {
 		return err
@@ -207,7 +208,7 @@ func (o OrderedSum) exchange(contribution Ptr, contributors int, s Stream) (part
 	return parts, err
 }
 
-// GatherShards copies every rank's shard of buffer to all ranks, bit by bit.
+// GatherShards copies every rank's shard of buffer to all ranks, bit for bit.
 func GatherShards(g Group, buffer Ptr, shards Shards, t Type, s Stream) error {
 	if g == nil {
 		return errors.New("comm: GatherShards: the group is nil")

@@ -25,7 +25,8 @@ type Place struct {
 	// Listen is the address that rank 0 listens on if MasterAddr does not resolve to an address of
 	// its host; 0.0.0.0 means every interface. It is ignored if all ranks run on one host.
 	Listen string
-	// Run identifies the run: it is the same for all its processes, and different for other runs.
+	// Run identifies the run. It is the same for all of the run's processes and differs from that of
+	// any other run.
 	Run string
 	// Secret authenticates the processes of the run to each other. It is required unless Size is 1.
 	Secret Secret
@@ -42,7 +43,7 @@ const ListenVariable = "KASMINA_LISTEN"
 
 const (
 	defaultPort = 29500   // the default of torchrun
-	maxRanks    = 1 << 20 // limits the memory for ranks at rank 0
+	maxRanks    = 1 << 20 // limits rank 0's memory for other ranks
 )
 
 // FromEnvironment determines the place from the variables that launchers set. getenv is normally
@@ -50,18 +51,18 @@ const (
 //
 //   - torchrun, Kubeflow's PyTorchJob and package launch set RANK, WORLD_SIZE, LOCAL_RANK,
 //     LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-//   - Open MPI's mpirun and Kubernetes' MPI operator set OMPI_COMM_WORLD_*. With several hosts,
-//     MASTER_ADDR must be passed on (mpirun -x MASTER_ADDR).
+//   - Open MPI's mpirun and Kubernetes' MPI operator set OMPI_COMM_WORLD_*. Runs on several hosts
+//     must also pass MASTER_ADDR on (mpirun -x MASTER_ADDR).
 //   - Kubeflow Trainer with one process per node sets PET_*. With several, the program starts them
 //     itself with package launch.
-//   - Slurm's srun sets SLURM_*. The first host of the step is rank 0's, and the port follows from the
-//     number of the job. MASTER_ADDR and MASTER_PORT override both.
+//   - Slurm's srun sets SLURM_*. Rank 0's host is the first host of the step, and its port is derived
+//     from the job number. MASTER_ADDR and MASTER_PORT override both.
 //
-// Without any of these, the process is alone: rank 0 of 1. If the variables are incomplete or invalid,
-// the error names them.
+// Without any of these, the process is the only rank of its run. If the variables are incomplete or
+// invalid, the error names them.
 //
-// A run of several processes also needs a secret (see [SecretFromEnvironment]). If it is missing or
-// unusable, the error wraps [ErrSecret] and the rest of the place is valid. KASMINA_LISTEN sets
+// Runs of several processes also need a secret (see [SecretFromEnvironment]). If it is missing or
+// unusable, the error wraps [ErrSecret], although the rest of the place is valid. KASMINA_LISTEN sets
 // [Place.Listen].
 func FromEnvironment(getenv func(string) string) (Place, error) {
 	if getenv == nil {
@@ -132,8 +133,8 @@ func (p Place) Check() error {
 	return nil
 }
 
-// Device returns the index of the process's GPU among the visible ones: its local rank, or 0 if
-// only one GPU is visible, because Slurm or a container may show each process its own.
+// Device returns the index of the process's GPU among the visible ones. This is its local rank, or 0
+// if only one GPU is visible, since Slurm or a container may show each process only its own GPU.
 func (p Place) Device(visible int) (int, error) {
 	switch {
 	case p.LocalRank < visible:
@@ -210,7 +211,7 @@ func (e *environment) torch() Place {
 	}
 
 	if strings.EqualFold(e.getenv("TORCHELASTIC_USE_AGENT_STORE"), "true") {
-		p.MasterPort++ // torchrun itself listens on the port that it passes.
+		p.MasterPort++ // torchrun itself listens on the port it passes.
 	}
 
 	return p
@@ -279,7 +280,7 @@ func (e *environment) slurm() Place {
 func (e *environment) slurmLocalSize(p Place) int {
 	text := e.getenv("SLURM_STEP_TASKS_PER_NODE")
 	if text == "" {
-		return p.LocalRank + 1 // the least possible value
+		return p.LocalRank + 1 // the smallest possible value
 	}
 
 	tasks, err := slurmCounts(text)

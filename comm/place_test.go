@@ -153,7 +153,7 @@ func TestSlurmHosts(t *testing.T) {
 	}
 }
 
-// FuzzSlurmHosts checks that any list is either refused or expanded to names, without a panic or an
+// FuzzSlurmHosts checks that any list is either rejected or expanded to names, without a panic or an
 // endless loop.
 func FuzzSlurmHosts(f *testing.F) {
 	for _, list := range []string{"gpu[01-03,7],login", "r[1-2]n[0-1]-ib", "a[0-99999]b[0-99999]",

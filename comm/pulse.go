@@ -7,9 +7,9 @@ import (
 	"time"
 )
 
-// A pulse reports a rank's state to rank 0 several times per deadline. It distinguishes three cases
-// that look the same to waiting ranks: a frozen process sends no pulse, a hung rank sends pulses
-// without progress, and a rank doing long work sends pulses that say so.
+// A pulse reports a rank's state to rank 0 several times per deadline. Pulses distinguish three cases
+// that look alike to waiting ranks: a frozen process sends no pulse, a hung rank sends pulses without
+// progress, and a rank doing long work sends pulses that say so.
 type pulse struct {
 	// Step is the last reported step, or −1 before the first report.
 	Step int64

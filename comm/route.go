@@ -21,28 +21,29 @@ type Route interface {
 	// Release declares that the received data may be overwritten once the stream has reached this
 	// point. It must follow every Enqueue.
 	Release(s Stream) error
-	// Hold declares that the destinations of the route are used for other purposes between
-	// exchanges. Release then precedes every Enqueue, at a point where the destinations are free.
-	// All ranks must call Hold before the first Release.
+	// Hold declares that the route's destinations serve other purposes between exchanges. Release
+	// must then precede every Enqueue, at a point where the destinations are free. All ranks must
+	// call Hold before the first Release.
 	Hold() error
-	// Open declares that the destinations are free whenever a rank enqueues, which the ranks ensure
-	// in other ways. Release is then not called. All ranks must call Open before the first Enqueue.
+	// Open declares that the destinations are always free when a rank enqueues, as the ranks ensure
+	// by other means. Release must then not be called. All ranks must call Open before the first
+	// Enqueue.
 	Open()
-	// Close ends the route. Its memory may then be freed. All ranks must call it after their
-	// streams have passed the enqueued work.
+	// Close shuts the route down, after which its memory may be freed. All ranks must call it after
+	// their streams have passed the enqueued work.
 	Close() error
 }
 
 // Router is implemented by groups with their own, cheaper form of routes.
 type Router interface {
 	// Route creates a route. All ranks must call it with matching legs: the n-th leg to a rank
-	// corresponds to the n-th one from there. Routes with the same slot must use the same memory
-	// for received data, one after the other.
+	// corresponds to the n-th one from there. Routes that share a slot must use the same memory for
+	// received data, and may do so only one after another.
 	Route(slot int, sends, receives []Leg) (Route, error)
 }
 
 // NewRoute creates a route: the group's own if it is a [Router], otherwise a Batch of sends and
-// receives. A nil group and impossible legs are errors.
+// receives. A nil group or invalid legs are errors.
 func NewRoute(g Group, slot int, sends, receives []Leg) (Route, error) {
 	if g == nil {
 		return nil, errors.New("comm: NewRoute: the group is nil")

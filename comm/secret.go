@@ -79,8 +79,8 @@ func SecretFromEnvironment(getenv func(string) string) (Secret, error) {
 	return s, s.checkLength()
 }
 
-// check returns an error if the secret is missing. How long it must be is up to the program that
-// sets it; one from the environment has a least length.
+// check returns an error if the secret is missing. Its length is up to the program that sets it; only
+// secrets from the environment must have a minimum length.
 func (s Secret) check() error {
 	if s == "" {
 		return fmt.Errorf("%w: %s", ErrSecret, secretHelp)

@@ -6,8 +6,8 @@ import (
 	"strings"
 )
 
-// slurmPort returns the first port for a job step. It gives jobs that share a host different ports:
-// 1,024 windows of ports start at 15000, below the ports that systems assign by themselves.
+// slurmPort returns the first port for a job step. Jobs that share a host get different ports, from
+// 1,024 windows that start at 15000 and end below the ports that systems assign by themselves.
 func slurmPort(job, step int) int { return 15000 + (job+step)%1024*PortWindow }
 
 // maxSlurmHosts is the maximum number of hosts that a list may expand to.

@@ -176,8 +176,8 @@ func (s *store) judge(m message) (kind, string) {
 // gather adds a rank's value to a gathering. When the last value arrives, the store sends all values
 // to all ranks.
 //
-// If the gathering fails, ranks that are already waiting receive the error at once, and the remaining
-// ranks receive it when they contribute.
+// If the gathering fails, waiting ranks receive the error at once, and the remaining ones when they
+// contribute.
 func (s *store) gather(m member, asked message) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

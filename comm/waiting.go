@@ -40,7 +40,7 @@ func (w *World) reportWaiting(c *caller) (stop func()) {
 	}
 }
 
-// awaited describes the ranks that this rank waits for, or returns "" if it cannot tell.
+// awaited describes the ranks this rank is waiting for, or returns "" if it cannot tell.
 func (w *World) awaited(c *caller) string {
 	if w.store != nil {
 		missing := w.store.missing()

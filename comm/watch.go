@@ -47,8 +47,8 @@ var ErrPeer = errors.New("comm: another rank is gone")
 const explanationWait = 2 * time.Second
 
 // Blame determines the cause of a failure of this rank's work, and notifies the other ranks. If err
-// wraps [ErrPeer], it waits briefly for the report of the rank that is gone, or of its death. Any
-// other error is this rank's own, and is passed to Fail.
+// wraps [ErrPeer], Blame waits briefly for a report from the rank that is gone, or of its death. Any
+// other error is this rank's own, so it is passed to Fail.
 func (w *World) Blame(err error) error {
 	if errors.Is(err, ErrPeer) {
 		select {

@@ -22,7 +22,7 @@ type message struct {
 	Port   int    `json:",omitempty"` // port the rank connected to
 	Key    string `json:",omitempty"` // key of a gathering
 	Bytes  int64  `json:",omitempty"` // size of a value that is too large to send
-	Text   string `json:",omitempty"` // reason for a refusal or failure
+	Text   string `json:",omitempty"` // reason for a rejection or failure
 	Pulse  *pulse `json:",omitempty"`
 
 	// Deadline is the deadline configured at rank 0.
@@ -39,7 +39,7 @@ const (
 	join    kind = "join"    // from a rank: request to join
 	welcome kind = "welcome" // from the store: request accepted
 	refused kind = "refused" // from the store: wrong run or port, try elsewhere
-	invalid kind = "invalid" // from the store: request rejected for good
+	invalid kind = "invalid" // from the store: request rejected permanently
 	give    kind = "give"    // from a rank: its value in a gathering
 	all     kind = "all"     // from the store: the values of a gathering, or its error
 	beat    kind = "beat"    // from either: sign of life, with a pulse if from a rank

@@ -31,10 +31,11 @@ type Options struct {
 	// Deadline is the time after which a silent rank, or a run without progress, fails; 0 means no
 	// limit. Rank 0's value applies to all ranks. See [World.Report].
 	Deadline time.Duration
-	// Facts must be the same at all ranks, or none may join: the program's version, options, data.
+	// Facts, such as the program's version, options and data, must be equal on all ranks, or no rank
+	// may join.
 	Facts []Fact
-	// Waiting, unless it is nil, is called with a text for the user if a rank has waited for more than a
-	// few seconds for the rest to join, and from time to time from then on.
+	// Waiting, unless nil, is called with a message for the user when a rank has waited more than a
+	// few seconds for the rest to join, and periodically from then on.
 	Waiting func(text string)
 }
 
@@ -70,7 +71,7 @@ func (w *World) joined() bool { return w != nil && w.done != nil }
 // Join connects to the other ranks and returns when all have joined. Rank 0 must be reachable at
 // the place's address.
 //
-// All processes must have the same secret. Without it, a process can neither join nor read or modify
+// All processes must share the same secret. Without it, a process can neither join nor read or modify
 // the traffic between ranks.
 //
 // If ranks are missing or disagree on a fact, the error names them.
@@ -449,7 +450,7 @@ func (w *World) listen() {
 	}
 }
 
-// lose ends the run after the connection to rank 0 has failed.
+// lose terminates the run after the connection to rank 0 failed.
 func (w *World) lose(err error) error {
 	reason := "died: the connection to it ended"
 	if !errors.Is(err, io.EOF) {
@@ -469,8 +470,8 @@ func (w *World) end(cause error) error {
 	return w.cause
 }
 
-// ExitPeer is the exit code of a process that ended because another rank failed. Package launch
-// uses it to find the process that failed first.
+// ExitPeer is the exit code of a process that exited because another rank failed. Package launch uses
+// it to find the process that failed first.
 const ExitPeer = 75
 
 // ExitCode returns the exit code for a program's error: 0 for nil, ExitPeer if another rank failed,

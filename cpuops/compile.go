@@ -40,11 +40,12 @@ type value struct {
 	// A value with separate memory in the arena.
 	room *plan.Interval
 
-	// The last step that reads any part of the value: −1 without readers, and MaxInt for a kept value.
+	// The last step that reads any part of the value; −1 if there are no readers, and MaxInt for a
+	// kept value.
 	lastRead  int
 	lastWhole int // the last step that reads the whole value
 
-	loose gorgonia.Value // the value itself if its type has no planned memory
+	loose gorgonia.Value // the value itself if its type does not use planned memory
 	shown gorgonia.Value // the value bound to the node of a kept value
 }
 
@@ -225,7 +226,7 @@ func (c *compiler) gather(p *gorgonia.Node, g *value) error {
 	return nil
 }
 
-// root returns the value that owns v's memory, and the index of v's first element there.
+// root returns the value that owns v's memory, and the index of v's first element within it.
 func (v *value) root() (root *value, at int) {
 	for v.from != nil {
 		at += v.at
@@ -373,8 +374,9 @@ func (p *program) placeAux() {
 	}
 }
 
-// lendAux gives ops their planned memory for a run. Between runs they have none, because another machine
-// on the same graph would run the ops in a different order, and this plan would not be valid.
+// lendAux gives ops their planned memory for a run. The memory is withdrawn between runs, because
+// another machine on the same graph would run the ops in a different order, for which this plan would
+// be invalid.
 func (p *program) lendAux() {
 	for i := range p.aux {
 		p.aux[i].aux.Lend(p.aux[i].flat)

@@ -6,10 +6,10 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// fuse merges a matrix product with the sum that is its only reader into one step, y = x·wᵀ + d, which
-// saves one pass over y. The merged step takes the sum's position in the order, since d may be computed
-// after the product. It cannot overwrite an operand as other sums do, because the product is written to y
-// before d is added.
+// fuse merges a matrix product and the sum that is its only reader into a single step, y = x·wᵀ + d,
+// which saves one pass over y. The merged step is placed where the sum was, since d may be computed
+// after the product. It cannot overwrite an operand as other sums do, because the product is written
+// to y before d is added.
 func (c *compiler) fuse() {
 	variants := []string{fusedVariant, separateVariant}
 	variant := c.variant(linearAddOp, variants...)

@@ -12,9 +12,9 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// TestLinearAdd checks that a product plus another value has the same bits as on Gorgonia's tape machine
-// and does not change its operands. The cases cover all conditions under which the two ops may or may not
-// become one step.
+// TestLinearAdd checks that a product plus another value is bit-identical to the result of Gorgonia's
+// tape machine and does not change its operands. The cases cover all conditions under which the two
+// ops may or may not become one step.
 func TestLinearAdd(t *testing.T) {
 	must := gorgonia.Must
 	linear := func(x, w *gorgonia.Node) *gorgonia.Node { return must(op.Linear(x, w)) }

@@ -1,9 +1,9 @@
-// Package cpuops runs Gorgonia graphs on a CPU. [Machine] is a gorgonia.VM that plans the memory of a
-// graph in advance and allocates almost nothing while it runs.
+// Package cpuops runs Gorgonia graphs on a CPU. [Machine] is a gorgonia.VM that plans a graph's
+// memory in advance and allocates almost nothing at run time.
 //
-// Gorgonia's own tape machine runs the same graphs with the same results, but allocates every
-// intermediate value in every run and keeps all values until the run ends. In a Machine, values that are
-// not needed at the same time share memory.
+// Gorgonia's own tape machine runs the same graphs with the same results, but it allocates every
+// intermediate value in every run and keeps all of them until the run ends. In a Machine, by
+// contrast, values that are not needed at the same time share memory.
 package cpuops
 
 import (
@@ -28,11 +28,11 @@ import (
 // gorgonia.NewTapeMachine(g).
 //
 // Ops of this module and Gorgonia's elementwise arithmetic work in planned memory. Any other op is
-// computed by its own Do, and its result is copied there. Values that are no longer needed make room for
-// later ones.
+// computed by its own Do method, and its result is copied to planned memory. The memory of values
+// that are no longer needed is reused for later ones.
 //
-// Some values are kept and bound to their nodes: outputs (see [WithOutputs]), nodes that no other node
-// reads, and the gradients of parameters (see [WithParams]). The next run overwrites them.
+// Some values are kept and bound to their nodes until the next run overwrites them: outputs (see
+// [WithOutputs]), nodes that no other node reads, and the gradients of parameters (see [WithParams]).
 //
 // A Machine is not safe for concurrent use by multiple goroutines. Two machines on the same graph must
 // not run at the same time.
@@ -42,7 +42,7 @@ type Machine struct {
 	program *program
 	params  []gorgonia.ValueGrad
 	monitor *monitor // nil without WithMonitor
-	planned bool     // the memory that ops keep for their gradients has been planned
+	planned bool     // memory that ops keep for their gradients is planned
 	ran     bool     // kept values are valid, all from the same run
 	closed  bool
 }
@@ -54,12 +54,12 @@ type config struct {
 	rules   variantrule.Rules
 }
 
-// Option is an option of NewMachine.
+// Option configures [NewMachine].
 type Option func(*config) error
 
-// WithParams declares inputs to be parameters. Their gradients add up over runs until they are set to
-// zero, which Gorgonia's solvers and the optimizers of package optim do. [Machine.ValueGrads] returns the
-// sums. WithParams replaces the BindDualValues of Gorgonia's tape machine.
+// WithParams declares inputs to be parameters. Their gradients accumulate over runs until they are
+// reset to zero, as Gorgonia's solvers and the optimizers in package optim do. [Machine.ValueGrads]
+// returns the sums. WithParams replaces the BindDualValues of Gorgonia's tape machine.
 func WithParams(params ...*gorgonia.Node) Option {
 	return func(c *config) error { return c.AddParams(params...) }
 }
@@ -77,9 +77,9 @@ func WithEvalMode() Option {
 	}
 }
 
-// NewMachine compiles a graph and plans its memory, which the first run allocates. On Linux it returns an
-// error if the computer has less memory than the plan needs. Without this check, Go would terminate the
-// program.
+// NewMachine compiles a graph and plans its memory, which the first run allocates. On Linux, it
+// returns an error if the plan needs more memory than the computer has; without this check, Go would
+// abort the program.
 func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
 	if g == nil {
 		return nil, errors.New("cpuops.NewMachine: the graph is nil")
@@ -155,11 +155,11 @@ func (m *Machine) RunAll() error { return m.Run(context.Background()) }
 // Run computes the graph. Every input must have a value, from gorgonia.Let or from the node's
 // creation.
 //
-// If ctx is canceled, Run returns context.Cause(ctx). It looks at ctx between two ops and within
-// matrix products, attention and SiLUMLP, but not within their gradients.
+// If ctx is canceled, Run returns context.Cause(ctx). It checks ctx between ops and within matrix
+// products, attention and SiLUMLP, but not within their gradients.
 //
-// After an error or a cancellation the machine can run again. The sums of gradients are then what
-// they were before the run that failed.
+// After an error or a cancellation, the sums of gradients are restored to their values from before
+// the failed run, and the machine can run again.
 func (m *Machine) Run(ctx context.Context) error {
 	if err := m.run(ctx); err != nil {
 		return fmt.Errorf("cpuops.Machine.Run: %w", err)
@@ -336,10 +336,10 @@ func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 	return gorgonia.CloneValue(v.shown)
 }
 
-// Memory returns the number of bytes that runs need in addition to the inputs: values, the memory that
-// ops keep for their gradients, the sums of gradients, and copies of sums that a run added to when they
-// were not zero. The size of the ops' memory is known after the first run, and copies are made when first
-// needed.
+// Memory returns the number of bytes that runs need in addition to the inputs, for values, for the
+// memory that ops keep for their gradients, for sums of gradients, and for copies of non-zero sums
+// that a run adds to. The size of the ops' memory is known only after the first run, and copies are
+// made when first needed.
 func (m *Machine) Memory() int {
 	if m.program == nil {
 		return 0
@@ -347,9 +347,9 @@ func (m *Machine) Memory() int {
 	return m.program.memory()
 }
 
-// Release gives the memory of runs to a pool that all machines share, until the next run takes memory
-// from it. It helps if a graph runs only now and then, such as one inside an op of another graph. Kept
-// values become invalid.
+// Release returns the memory of runs to a pool shared by all machines, from which the next run takes
+// it again. This helps if a graph runs only occasionally, such as one inside an op of another graph.
+// Kept values become invalid.
 func (m *Machine) Release() {
 	if m.program != nil {
 		m.program.release()
@@ -360,11 +360,12 @@ func (m *Machine) Release() {
 // ErrNoBFloat16 means that the CPU cannot multiply in bfloat16.
 var ErrNoBFloat16 = gemm.ErrNoBFloat16
 
-// UseBFloat16 sets whether large products of float32 matrices round their operands to bfloat16, in the
-// whole process. Sums and everything else stay float32. Results with and without rounding differ.
+// UseBFloat16 sets, for the whole process, whether large products of float32 matrices round their
+// operands to bfloat16. Sums and everything else stay in float32. Results with and without rounding
+// differ.
 //
-// Rounding needs a CPU with AVX512-BF16. On other CPUs UseBFloat16 returns [ErrNoBFloat16] and changes
-// nothing.
+// Rounding requires a CPU with AVX512-BF16. On any other CPU, UseBFloat16 returns [ErrNoBFloat16] and
+// changes nothing.
 func UseBFloat16(on bool) error {
 	if err := gemm.UseBFloat16(on); err != nil {
 		return fmt.Errorf("cpuops.UseBFloat16: %w", err)

@@ -63,8 +63,8 @@ func check[T any](t *testing.T) func(v T, err error) T {
 	}
 }
 
-// TestModel checks that a model's losses and gradients have the same bits as on Gorgonia's tape machine,
-// with gradients added up over several runs.
+// TestModel checks that a model's losses and gradients are bit-identical to those of Gorgonia's tape
+// machine, with gradients accumulated over several runs.
 func TestModel(t *testing.T) {
 	for _, recompute := range []bool{false, true} {
 		for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {

@@ -10,11 +10,11 @@ import (
 // OpTime is the time that the nodes of one op take in a run.
 type OpTime = optime.OpTime
 
-// Table formats the times of ops for people, one line per op, with their shares of the total.
+// Table formats the times of ops for display, one line per op, with each op's share of the total.
 func Table(times []OpTime) string { return optime.Table(times) }
 
-// WithMonitor makes the machine time the ops of one run in every n, where n is the argument. A timed run
-// computes the same bits. [Machine.Monitor] returns the times.
+// WithMonitor makes the machine time the ops of one run in every n, where n is the argument. Timing
+// does not change a run's results. [Machine.Monitor] returns the times.
 //
 // The first run is not timed, because its memory is new. Timing reads the clock before and after each op,
 // which takes about a ten-millionth of a second.
@@ -51,7 +51,7 @@ func (o *monitor) due() bool {
 	return o.runs >= o.every
 }
 
-// addSample adds the latest sample to the totals. A run that fails is not added.
+// addSample adds the latest sample to the totals. Failed runs are not added.
 func (o *monitor) addSample() {
 	for i, d := range o.latest {
 		o.total[i] += d
@@ -59,8 +59,8 @@ func (o *monitor) addSample() {
 	o.samples, o.runs = o.samples+1, 0
 }
 
-// Monitor returns the average time that each op has taken in the runs timed so far, longest first, with
-// the variants used. It returns nil before the first timed run and without [WithMonitor].
+// Monitor returns the average time of each op in the runs timed so far, longest first, with the
+// variants used. It returns nil before the first timed run and without [WithMonitor].
 func (m *Machine) Monitor() []OpTime {
 	o := m.monitor
 	if o == nil || o.samples == 0 || m.closed {

@@ -107,7 +107,7 @@ func (s *step) do() error {
 	return nil
 }
 
-// move copies elements of one type and returns their number, or −1 if the types or lengths differ.
+// move copies elements and returns their number, or −1 if the types or lengths differ.
 func move(dst, src any) int {
 	switch d := dst.(type) {
 	case []float32:
@@ -127,7 +127,7 @@ func move(dst, src any) int {
 	return -1
 }
 
-// box returns the memory flat as a value that can be passed to an op's Do.
+// box wraps the memory flat in a value that can be passed to an op's Do.
 func (v *value) box(flat any) gorgonia.Value {
 	switch {
 	case v.loose != nil:

@@ -11,9 +11,8 @@ import (
 // A gradientSum is the sum of a parameter's gradients over runs.
 //
 // A run adds its gradients one by one, and may fail or be canceled in between. The sum must then be
-// restored, since a caller who runs again would otherwise add the first gradients twice. Therefore add
-// records that the sum was zero, which is true for most runs, or else makes a copy of the sum, and undo
-// restores it.
+// restored, since otherwise running again would add the first gradients twice. Therefore add either
+// records that the sum was zero, as it is in most runs, or copies the sum, and undo restores it.
 type gradientSum struct {
 	value gorgonia.Value
 	flat  any // the elements of value, []float32 or []float64

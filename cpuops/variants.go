@@ -16,7 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// Choice is a machine's variant of an op at some shape.
+// Choice is the variant that a machine uses for an op and shape.
 type Choice = optime.Choice
 
 // The variants that rules can choose.
@@ -34,15 +34,16 @@ const linearAddOp = "LinearAdd"
 //
 //	cpuops.WithVariants("LinearAdd=separate", "+*=gorgonia")
 //
-// Gorgonia's elementwise arithmetic uses vector instructions, or Gorgonia's code in the variant gorgonia.
-// A product and the sum that follows it are fused or separate. All variants compute the same bits. Every
-// other op has a single variant, which depends on the processor (see KASMINA_CPU and [UseBFloat16]).
+// Gorgonia's elementwise arithmetic uses vector instructions, or Gorgonia's own code in the variant
+// gorgonia. A product and the sum that follows it are either fused or separate. Both choices give
+// bit-identical results. Every other op has a single variant, which depends on the processor (see
+// KASMINA_CPU and [UseBFloat16]).
 //
 // The environment variable KASMINA_VARIANTS, a comma-separated list of rules, adds to these rules and
 // takes precedence.
 //
-// Unlike a GPU, a CPU does not time variants to choose between them: at the sizes of training steps, no
-// other variant was faster by 1 %.
+// Unlike package cudaops, this package does not time variants to choose between them, because at the
+// sizes used in training no other variant was even 1% faster.
 func WithVariants(rules ...string) Option {
 	return func(c *config) error {
 		parsed, err := variantrule.Parse(rules)

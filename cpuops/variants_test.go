@@ -28,7 +28,8 @@ func residual(t *testing.T) (g *gorgonia.ExprGraph, w, y *gorgonia.Node) {
 	return g, w, y
 }
 
-// TestVariants checks that all rules lead to the same bits, and that Choices reports the variants.
+// TestVariants checks that all rules give bit-identical results, and that Choices reports the
+// variants.
 func TestVariants(t *testing.T) {
 	t.Setenv("KASMINA_VARIANTS", "")
 	g, w, y := residual(t)

@@ -131,8 +131,8 @@ func TestTrainJob(t *testing.T) {
 	require.Equal(t, onePlain(t, filepath.Join(p.folder, "kasmina"), data, small...), b)
 }
 
-// TestGPUsOption checks that a run with --gpus has the same bits as one process, and that too few batches
-// and a wrong number are reported.
+// TestGPUsOption checks that a run with --gpus is bit-identical to a single process, and that too few
+// batches and an invalid number of GPUs are reported.
 func TestGPUsOption(t *testing.T) {
 	p := built(t)
 	data, small := clusterText(t)

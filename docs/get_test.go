@@ -11,8 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestGet downloads the module with the go command from a local proxy. Like go get, it refuses file names
-// that are forbidden on some system, and files or modules that are too large.
+// TestGet downloads the module with the go command from a local proxy. Like go get, it rejects file
+// names that are forbidden on some system, and files or modules that are too large.
 func TestGet(t *testing.T) {
 	const version = "v0.0.1"
 	proxy := t.TempDir()

@@ -141,7 +141,7 @@ func parse(path, text string) (document, error) {
 	return doc, nil
 }
 
-// TestParse checks that blocks which would not be tested are refused.
+// TestParse checks that blocks which would not be tested are rejected.
 func TestParse(t *testing.T) {
 	doc, err := parse("d.md",
 		"See `go run ./x`.\n\n<!-- run -->\n```sh\nls\n```\n\n```text\na\n```\n")

@@ -17,15 +17,15 @@ import (
 //
 //	y = x·wᵀ + s·(x·aᵀ)·bᵀ
 //
-// w stays as it is: it has no gradient and no optimizer state. The layer never forms w + s·b·a. (Hu et
-// al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.)
+// w stays frozen, without gradient or optimizer state. The layer never forms w + s·b·a. (Hu et al.,
+// "LoRA: Low-Rank Adaptation of Large Language Models", 2021.)
 //
 // [Adapt] adds adapters to a model, and [Model.Plain] merges them into its weights.
 type LoRA struct {
 	Rank  int     `json:"rank"`
 	Alpha float64 `json:"alpha"` // s is Alpha/rank
 
-	// RankStabilized makes s Alpha/√rank, so that adapters of high ranks learn as fast as others.
+	// RankStabilized sets s to Alpha/√rank, so that high-rank adapters learn as fast as others.
 	// (Kalajdzievski, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA", 2023.)
 	RankStabilized bool `json:"rank_stabilized,omitempty"`
 
@@ -36,22 +36,22 @@ type LoRA struct {
 	// (Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024.)
 	Magnitude bool `json:"magnitude,omitempty"`
 
-	// Dropout is the probability with which an element of x is left out in x·aᵀ, in training alone.
+	// Dropout is the probability with which an element of x is dropped in x·aᵀ, during training only.
 	Dropout float64 `json:"dropout,omitempty"`
 
-	// Targets names the linear layers with an adapter, such as "model.layers.0.self_attn.q_proj", in
-	// the order of [Config.LinearLayers]. [Config.MatchLayers] resolves patterns.
+	// Targets names the linear layers to adapt, such as "model.layers.0.self_attn.q_proj", in the
+	// order of [Config.LinearLayers]. [Config.MatchLayers] resolves patterns.
 	Targets []string `json:"targets"`
 
-	// Ranks and Alphas hold, by target, the values that differ from Rank and Alpha.
+	// Ranks and Alphas override Rank and Alpha for individual targets.
 	Ranks  map[string]int     `json:"ranks,omitempty"`
 	Alphas map[string]float64 `json:"alphas,omitempty"`
 }
 
-// IsZero reports whether there are no adapters.
+// IsZero reports whether l describes no adapters.
 func (a LoRA) IsZero() bool { return a.Rank == 0 && a.Alpha == 0 && len(a.Targets) == 0 }
 
-// RankOf returns the rank of the adapter of a target.
+// RankOf returns the rank of a target's adapter.
 func (a LoRA) RankOf(target string) int {
 	if r, ok := a.Ranks[target]; ok {
 		return r
@@ -59,7 +59,7 @@ func (a LoRA) RankOf(target string) int {
 	return a.Rank
 }
 
-// ScaleOf returns the factor s of the adapter of a target.
+// ScaleOf returns the factor s of a target's adapter.
 func (a LoRA) ScaleOf(target string) float64 {
 	alpha, ok := a.Alphas[target]
 	if !ok {
@@ -73,7 +73,7 @@ func (a LoRA) ScaleOf(target string) float64 {
 	return alpha / rank
 }
 
-// AllLinear is the pattern of [Config.MatchLayers] for all linear layers of the blocks.
+// AllLinear is the [Config.MatchLayers] pattern for all linear layers of the blocks.
 const AllLinear = "all-linear"
 
 // LinearLayers returns the names of the linear layers of all blocks, such as
@@ -89,10 +89,10 @@ func (c Config) LinearLayers() (names []string) {
 	return names
 }
 
-// MatchLayers returns the linear layers that at least one pattern matches. A pattern is [AllLinear], the
-// name of a layer, or the end of one after a dot, such as "q_proj" or "self_attn.q_proj". It may have
-// the wildcards of [path.Match], as in "layers.[0-3].*.q_proj". It is an error if a pattern matches
-// nothing.
+// MatchLayers returns the linear layers that at least one pattern matches. A pattern is [AllLinear],
+// a layer's name, or the part of a name after a dot, such as "q_proj" or "self_attn.q_proj". It may
+// contain the wildcards of [path.Match], as in "layers.[0-3].*.q_proj". It is an error if a pattern
+// matches nothing.
 func (c Config) MatchLayers(patterns ...string) ([]string, error) {
 	all := c.LinearLayers()
 	used := make([]bool, len(patterns))
@@ -147,7 +147,7 @@ func (c Config) layersOfBlock() (names []string) {
 	return names
 }
 
-// LastBlocks returns the value of TrainConfig.Tuned with which the last n blocks and the final norm learn.
+// LastBlocks returns the value of TrainConfig.Tuned that trains the last n blocks and the final norm.
 func (c Config) LastBlocks(n int) (tuned []string, err error) {
 	if n < 1 || n > c.Layers {
 		return nil, fmt.Errorf("llm: the last %d blocks of a model that has %d: want 1 to %d", n, c.Layers,
@@ -173,8 +173,8 @@ func (c Config) headParam() string {
 	return embedName
 }
 
-// adapterSpecs returns the parameters of the adapters. b is 0 at first, so that an adapter changes
-// nothing. a has the deviation of PyTorch's linear layers.
+// adapterSpecs returns the parameters of the adapters. b is initialized to 0, so that an adapter
+// changes nothing at first, and a with the deviation of PyTorch's linear layers.
 func (c Config) adapterSpecs() (all []ParamSpec) {
 	if c.Adapter.IsZero() {
 		return nil

@@ -183,8 +183,8 @@ func copies(m *Model) (all [][]float32) {
 	return all
 }
 
-// TestAdaptersResume checks that a run continues bit for bit, masks of dropout included, and that
-// recomputation gives the same bits.
+// TestAdaptersResume checks that a resumed run continues bit for bit, including its dropout masks,
+// and that recomputation doesn't change the result.
 func TestAdaptersResume(t *testing.T) {
 	for name, a := range adapters(t, maskedConfig()) {
 		t.Run(name, func(t *testing.T) {

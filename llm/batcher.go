@@ -14,17 +14,17 @@ import (
 	"github.com/kasmina-go/kasmina/op/kvcache"
 )
 
-// BatcherOptions configure a [Batcher]. Zero values select the defaults.
+// BatcherOptions configures a [Batcher]. Zero values select the defaults.
 type BatcherOptions struct {
-	// Texts is the maximum number of texts that get a token in one pass over the model. The default is
-	// 32.
+	// Texts is the maximum number of texts extended by a token in one pass over the model. The
+	// default is 32.
 	Texts int
-	// Rows is the maximum number of tokens in a pass. Longer prompts take several passes, between which
-	// other texts get tokens. The default is 128.
+	// Rows is the maximum number of tokens in a pass. Longer prompts take several passes, in which
+	// other texts continue to be extended. The default is 128.
 	Rows int
-	// Kept is the number of tokens of earlier texts that keep their cached keys and values, for texts
-	// that start alike, such as the turns of a conversation. By default, they take up to 512 MiB, or
-	// hold 1024 tokens if these take more. A negative number keeps none.
+	// Kept is the number of tokens of earlier texts whose keys and values stay cached, for later
+	// texts with the same beginning, such as the turns of a conversation. By default, the cache takes
+	// up to 512 MiB, or holds 1024 tokens if these take more. A negative number disables it.
 	Kept int
 }
 
@@ -44,9 +44,9 @@ type Batcher struct {
 
 	mu      sync.Mutex
 	waiting []*batchJob
-	arrived chan struct{} // receives a value after a job has joined those waiting
+	arrived chan struct{} // receives a value when a job is added to the waiting ones
 
-	// The following belong to the goroutine that runs the passes.
+	// The following fields belong to the goroutine that runs the passes.
 	graphs   map[batchedRows]Runner // without spans in the key
 	spans    kvcache.Spans
 	kept     []*batchText // most recently used first
@@ -56,17 +56,17 @@ type Batcher struct {
 	last     time.Duration // time of the last pass
 }
 
-// batchedRows describes a graph with rows that are tokens of any sequences.
+// batchedRows describes a graph whose rows are tokens of arbitrary sequences.
 type batchedRows struct {
 	rows, wanted int // number of tokens, and of tokens that get logits
 	spans        *kvcache.Spans
 }
 
-// withBatchedRows makes a ForLogits graph process tokens of any sequences. Config.Seq, or the window of
-// WithWindow, limits the positions.
+// withBatchedRows makes a ForLogits graph process tokens of arbitrary sequences. Config.Seq, or the
+// window of WithWindow, limits the positions.
 func withBatchedRows(r batchedRows) GraphOption { return func(b *graphBuilder) { b.batched = &r } }
 
-// A batchText is a text as far as it has been computed.
+// A batchText is the part of a text that has been computed.
 type batchText struct {
 	tokens   []int
 	sequence *kvcache.Sequence
@@ -293,7 +293,8 @@ func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
 	return finishing, nil
 }
 
-// A batchShare is a job's share of a pass: the number of its tokens that follow its text.
+// A batchShare is a job's share of a pass, given as the number of tokens to process after those
+// already computed.
 type batchShare struct {
 	*batchJob
 	rows int
@@ -302,9 +303,9 @@ type batchShare struct {
 // next returns the tokens of the share.
 func (c batchShare) next() []int { return c.tokens[len(c.text.tokens):][:c.rows] }
 
-// choose divides the rows of a pass among the jobs. Texts that lack a single token come first, so that
-// long prompts do not hold up texts that are being continued. The rest goes to the prompts that have
-// waited longest.
+// choose divides the rows of a pass among the jobs. Texts that need only one more token come first,
+// so that long prompts do not hold them up. The remaining rows go to the prompts that have waited
+// longest.
 func (b *Batcher) choose(jobs []*batchJob) (chosen []batchShare) {
 	left := b.options.Rows
 	assign := func(j *batchJob, rows int) {
@@ -330,7 +331,7 @@ func (b *Batcher) choose(jobs []*batchJob) (chosen []batchShare) {
 	return chosen
 }
 
-// locate ensures that a job has a text that holds a proper prefix of the job's tokens.
+// locate assigns to a job a text that holds a proper prefix of the job's tokens.
 func (b *Batcher) locate(j *batchJob) {
 	if t := j.text; t != nil && t.seen == b.seen && commonPrefix(t.tokens, j.tokens) == len(t.tokens) &&
 		len(t.tokens) < len(j.tokens) {
@@ -356,7 +357,8 @@ func commonPrefix(a, b []int) int {
 	return n
 }
 
-// keep makes a text available to texts that start like it, and forgets those not used for longest.
+// keep makes a text available to later ones with the same beginning, and evicts the least recently
+// used ones.
 func (b *Batcher) keep(t *batchText) {
 	b.kept = slices.DeleteFunc(b.kept, func(k *batchText) bool { return k == t })
 	b.kept = slices.Insert(b.kept, 0, t)
@@ -370,7 +372,7 @@ func (b *Batcher) keep(t *batchText) {
 	}
 }
 
-// prepare takes note of changes of the model since the last pass.
+// prepare detects changes to the model since the last pass.
 func (b *Batcher) prepare() error {
 	if now := changesOf(b.model); now != b.seen || len(b.graphs) == 0 {
 		if err := pull(b.model, paramNames(b.model)...); err != nil {
@@ -391,7 +393,7 @@ func (b *Batcher) prepare() error {
 	return err
 }
 
-// mostGraphs is the number of graphs that are kept for different numbers of rows.
+// mostGraphs is the number of cached graphs with different numbers of rows.
 const mostGraphs = 24
 
 // graph returns a graph with at least the given number of rows.
@@ -432,8 +434,8 @@ func roundRows(n int) int {
 	return power
 }
 
-// let feeds the shares' tokens to a graph, and selects the rows that get logits. The rest of the rows
-// belongs to no text.
+// let feeds the shares' tokens to a graph, and selects the rows for which to compute logits. Any
+// remaining rows belong to no text.
 func (b *Batcher) let(g *Graph, chosen []batchShare, wanted []int) error {
 	rows := g.IDs.Shape()[0]
 	ids := make([]int, 0, rows)

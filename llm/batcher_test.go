@@ -135,7 +135,7 @@ func TestBatcherPasses(t *testing.T) {
 }
 
 // TestBatcherLeaves checks that a text may be given up at any moment without affecting the rest, that
-// wrong tokens are refused, and that texts get an error when the batcher is closed.
+// wrong tokens are rejected, and that texts get an error when the batcher is closed.
 func TestBatcherLeaves(t *testing.T) {
 	m, err := NewModel(tiny(), tensor.Float32, 1)
 	require.NoError(t, err)

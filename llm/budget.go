@@ -9,14 +9,14 @@ import (
 // Budget limits a run. At most one of its fields may be set.
 type Budget struct {
 	// Time limits the time spent in steps, controllers and growth, but not in callbacks such as
-	// evaluations. A run on a time budget depends on the speed of the machine; a [Record] makes it
-	// repeatable.
+	// evaluations. A run on a time budget depends on the speed of the machine, but a [Record] makes
+	// it reproducible.
 	Time   time.Duration `json:"time,omitempty"`
 	Tokens int64         `json:"tokens,omitempty"`
 	FLOPs  float64       `json:"flops,omitempty"` // as counted by Config.FLOPs
 }
 
-// unlimitedSteps is the number of steps of a run that ends only when its budget is spent.
+// unlimitedSteps is the number of steps of a run limited only by its budget.
 const unlimitedSteps = math.MaxInt32
 
 // Check returns an error if a field is negative or not finite, or if more than one field is set.
@@ -49,12 +49,13 @@ func (b Budget) String() string {
 	return ""
 }
 
-// Plus returns the sum of the amounts that two runs have spent.
+// Plus returns the sum of two spent amounts.
 func (b Budget) Plus(c Budget) Budget {
 	return Budget{b.Time + c.Time, b.Tokens + c.Tokens, b.FLOPs + c.FLOPs}
 }
 
-// budgetShares is the resolution of a run's spent share, coarse enough to keep records short.
+// budgetShares is the resolution at which a run's spent share is measured, coarse enough to keep
+// records short.
 const budgetShares = 1024
 
 // ShareOf returns the spent share of b, from 0 to 1, rounded down; 0 for the zero Budget.

@@ -83,8 +83,8 @@ func (t *Trainer) evaluates(e Event) bool {
 	return slices.ContainsFunc(t.evaluations, func(every int) bool { return due(e, every) })
 }
 
-// meet has all ranks agree that they go on with an operation that takes all of them. If a callback of a
-// rank has failed instead, all ranks return its error.
+// meet makes all ranks agree to proceed with an operation that requires all of them. If a callback of
+// one rank has failed instead, all ranks return its error.
 func (t *Trainer) meet() error { return t.agreeNow(nil) }
 
 // decoder returns a decoder that locks the model during each call. If the model or the engine has changed
@@ -146,8 +146,8 @@ func (s *seedEvents) take() []state.Event {
 	return list
 }
 
-// tellEpoch emits EpochEnd if the last step completed an epoch of the lattices, or if somebody steered
-// the seeds after it.
+// tellEpoch emits EpochEnd if the last step completed an epoch of the lattices, or if the seeds were
+// steered after it.
 func (t *Trainer) tellEpoch() error {
 	steered := t.steering.told
 	t.steering.told = false

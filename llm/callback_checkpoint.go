@@ -17,16 +17,16 @@ import (
 // A CheckpointOption configures Checkpoint.
 type CheckpointOption func(*checkpointer)
 
-// InBackground writes a checkpoint while the run continues, unless it has made its last step. Writing
-// needs a copy of the checkpoint's data, which takes memory until the file is complete. The Saved event
-// carries the step that was saved, and arrives after a later one.
+// InBackground writes checkpoints while the run continues, except after its last step. A copy of the
+// checkpoint's data occupies memory until the file is complete. The Saved event carries the number of
+// the saved step, and arrives after a later step.
 func InBackground() CheckpointOption { return func(c *checkpointer) { c.background = true } }
 
-// InParts lets several ranks write a checkpoint together, one file each: see [Trainer.SaveParts]. The run
-// waits for the files, InBackground or not.
+// InParts lets several ranks write a checkpoint together, one file each; see [Trainer.SaveParts]. The
+// run waits for the files, regardless of InBackground.
 func InParts() CheckpointOption { return func(c *checkpointer) { c.parts = true } }
 
-// OptimizerApart writes the optimizer's moments to a separate file: see [Trainer.SaveApart].
+// OptimizerApart writes the optimizer's moments to a separate file; see [Trainer.SaveApart].
 func OptimizerApart() CheckpointOption {
 	return func(c *checkpointer) { c.write = saveApart }
 }
@@ -34,12 +34,13 @@ func OptimizerApart() CheckpointOption {
 // Checkpoint saves everything needed to resume the run to the file at path. It saves after every multiple
 // of the given number of steps (0 for never), after the last step, and when the run is interrupted.
 //
-// After a callback or a step has failed, it tries to save the last completed step. It does not if the
-// error is ErrDiverged, because the previous checkpoint is then better.
+// After a callback or a step fails, it tries to save the last completed step, unless the error is
+// ErrDiverged, in which case the previous checkpoint is better.
 //
-// The file is replaced atomically, so that a complete checkpoint always exists. Missing folders are
-// created. An unwritable path fails the run before its first step, as does a folder that another program
-// has claimed. Checkpoint claims the folder for the run, like [ClaimFolder].
+// The file is replaced atomically, so that a complete checkpoint always exists. Missing directories
+// are created. An unwritable path fails the run before its first step, as does a directory that
+// another program has claimed. Checkpoint claims the directory for the duration of the run, like
+// [ClaimFolder].
 func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Callback {
 	if t.made() != nil {
 		return refusing("Checkpoint: %w", t.made())
@@ -69,7 +70,7 @@ type checkpointer struct {
 	write      func(path string, tensors []safetensors.Tensor, metadata map[string]string) error
 	background bool
 	parts      bool
-	release    func() error // gives up the claim on the folder
+	release    func() error // releases the claim on the directory
 	tried      int          // last step saved, or attempted, in this run; at first the run's initial step
 	step       int          // step being written
 	written    chan error   // receives the result of the write; nil when nothing is being written
@@ -101,12 +102,12 @@ func (c *checkpointer) event(e Event) error {
 	return c.save(e.Step)
 }
 
-// wanted reports whether somebody has asked for a save; see [Trainer.SaveSoon].
+// wanted reports whether a save was requested; see [Trainer.SaveSoon].
 func (c *checkpointer) wanted(e Event) bool {
 	return e.Kind == StepEnd && c.t.steering.saves() > c.asked
 }
 
-// rescue saves the last step of a failed run, unless that step has been tried already or the model is
+// rescue saves the last step of a failed run, unless this was already attempted or the model is
 // unsound.
 func (c *checkpointer) rescue(e Event) error {
 	sound := c.t.inTurn(func() error { return nil })
@@ -128,8 +129,8 @@ func (c *checkpointer) save(step int) error {
 		write = c.t.SaveParts
 	}
 
-	// Write this file even if an earlier one could not be written. But a callback that refuses the
-	// earlier file may want it to be the last.
+	// Write this file even if an earlier one could not be written, unless a callback rejects the
+	// earlier file and wants it to remain the last.
 	earlier := c.written != nil
 	failed := c.wait()
 	if earlier && failed == nil {
@@ -146,8 +147,8 @@ func (c *checkpointer) save(step int) error {
 	return c.saved(step)
 }
 
-// begin creates the folders that the checkpoint needs, checks that it can be written, and claims its
-// folder.
+// begin creates the checkpoint's missing directories, checks that the file can be written, and claims
+// its directory.
 func (c *checkpointer) begin() error {
 	if !c.t.writesNow() {
 		if c.parts && c.t.parallel() {
@@ -181,7 +182,7 @@ func (c *checkpointer) begin() error {
 	return nil
 }
 
-// end gives up the claim on the folder.
+// end releases the claim on the directory.
 func (c *checkpointer) end() error {
 	release := c.release
 	c.release = nil
@@ -191,7 +192,7 @@ func (c *checkpointer) end() error {
 	return release()
 }
 
-// saveInBackground starts to write the trainer's state in the background, after any write in progress.
+// saveInBackground starts writing the trainer's state in the background, after any write in progress.
 func (c *checkpointer) saveInBackground(step int) error {
 	if err := c.t.agreeNow(c.finish()); err != nil {
 		return err
@@ -251,19 +252,19 @@ func (c *checkpointer) saved(step int) error {
 	return c.t.emit(Saved, func(e *Event) { e.Path, e.Step = c.path, step })
 }
 
-// ErrFolderInUse reports an output folder that another program has claimed.
+// ErrFolderInUse reports that another program has claimed an output directory.
 var ErrFolderInUse = folderlock.ErrInUse
 
-// ClaimFolder reserves an output folder, which must exist, for this program until release is called or
-// the program ends. It keeps two programs from writing the files of one run: in every other program
-// ClaimFolder returns ErrFolderInUse.
+// ClaimFolder reserves an existing output directory for this program until release is called or the
+// program exits. In every other program, ClaimFolder then returns ErrFolderInUse, which keeps two
+// programs from writing the files of the same run.
 //
-// Within the program, any number of goroutines may claim the folder, and it stays reserved until all have
-// released it. A run with a [Checkpoint] claims its folder by itself; a program that reads or writes
-// there before the run should claim it first.
+// Within the program, any number of goroutines may claim the directory, which stays reserved until
+// all have released it. A run with a [Checkpoint] claims its directory by itself, but a program that
+// reads or writes there before the run should claim it first.
 //
-// ClaimFolder works on Linux, macOS, the BSDs and Windows. If the system or the file system cannot lock,
-// it returns errors.ErrUnsupported, and a Checkpoint continues without the claim.
+// ClaimFolder works on Linux, macOS, the BSDs and Windows. If the system or the file system does not
+// support locks, it returns errors.ErrUnsupported, and a Checkpoint continues without the claim.
 func ClaimFolder(dir string) (release func() error, err error) {
 	release, err = folderlock.Claim(dir)
 	if err != nil {
@@ -273,7 +274,7 @@ func ClaimFolder(dir string) (release func() error, err error) {
 	return release, nil
 }
 
-// saveWhole writes a checkpoint of one file.
+// saveWhole writes a checkpoint as a single file.
 func saveWhole(path string, tensors []safetensors.Tensor, metadata map[string]string) error {
 	if err := safetensors.Save(path, tensors, metadata); err != nil {
 		return err
@@ -282,7 +283,7 @@ func saveWhole(path string, tensors []safetensors.Tensor, metadata map[string]st
 	return nil
 }
 
-// saveApart writes a checkpoint of two files.
+// saveApart writes a checkpoint as two files.
 func saveApart(path string, tensors []safetensors.Tensor, metadata map[string]string) error {
 	sizes := map[string]int{} // number of elements of each tensor, by name
 	for _, x := range tensors {

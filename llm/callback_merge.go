@@ -5,9 +5,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// MergeAtEnd fossilizes every blueprint in FineTuning, such as the adapters of control.Adapters, after
-// the last step of a run. When the run ends, these blueprints become a part of the model. Add MergeAtEnd
-// before callbacks that save.
+// MergeAtEnd fossilizes every blueprint in FineTuning, such as the adapters of control.Adapters,
+// after the last step of a run. When the run ends, these blueprints become part of the model. Add
+// MergeAtEnd before callbacks that save.
 func MergeAtEnd(t *Trainer) Callback {
 	return func(e Event) error {
 		if e.Kind != StepEnd || !e.Last {

@@ -12,10 +12,11 @@ import (
 	"github.com/kasmina-go/kasmina/llm/internal/scrub"
 )
 
-// Monitor emits a Profiled event with the time of each op of the trainer's engine, after every multiple
-// of the given number of steps (0 for never) and after the last step. At the end of the run it prints the
-// times as a table. It does nothing if the engine is not a [Profiler] or has timed nothing. The engines
-// for CPU and GPU need the WithMonitor option of cpuops and cudaops.
+// Monitor emits a Profiled event with the time of each op of the trainer's engine, after every
+// multiple of the given number of steps (0 for never) and after the last step. At the end of the run
+// it prints the times as a table. It does nothing if the engine is not a [Profiler] or has not timed
+// anything. The CPU and GPU engines require the WithMonitor option of cpuops and cudaops,
+// respectively.
 func Monitor(t *Trainer, w io.Writer, every int) Callback {
 	if t.made() != nil || w == nil {
 		return refusing("Monitor: the trainer or the writer is nil")
@@ -67,8 +68,8 @@ func Ceilings(t *Trainer) Callback {
 
 // ProfileStep profiles one step of the run, after the given number of steps (at least 1), which load
 // kernels and warm up the GPU. It writes the trace (see [Profile.WriteTrace]) to the file at path,
-// creating missing folders, and prints a summary to w. The trainer's engine must be a [Tracer]. If the
-// run ends too early, ProfileStep writes no trace and says so.
+// creating missing directories, and prints a summary to w. The trainer's engine must be a [Tracer].
+// If the run ends too early, ProfileStep writes no trace and reports this on w.
 func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 	switch {
 	case t.made() != nil || w == nil:
@@ -130,9 +131,9 @@ func writeProfile(p *Profile, w io.Writer, path string) error {
 	return err
 }
 
-// Scrub verifies the checksums of all seeds when a run starts, and then once per period during the run.
-// It reports corruption by writing a line to w for each layer, or part of a large layer, and by emitting
-// Corrupted. Each finding is reported once, after the next step.
+// Scrub verifies the checksums of all seeds when a run starts, and then once per period during the
+// run. It reports corruption by writing a line to w for each layer, or part of a large layer, and by
+// emitting Corrupted. Each finding is reported only once, after the next step.
 //
 // Scrub changes nothing. A corrupt seed fails the run with state.ErrCorrupt at the end of the epoch,
 // unless the lattices were created with [state.WithQuarantine].
@@ -157,7 +158,7 @@ func Scrub(t *Trainer, w io.Writer, period time.Duration) Callback {
 			})
 		case RunEnd:
 			s.Stop()
-			return tellCorrupt(s, w, func(error) error { return nil }) // logs are closed by now
+			return tellCorrupt(s, w, func(error) error { return nil }) // logs are closed at this point
 		}
 		return nil
 	}

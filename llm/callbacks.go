@@ -92,13 +92,13 @@ func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOpti
 	}
 }
 
-// SampleText draws n tokens that continue the prompt, after every multiple of the given number of steps
-// (0 for never) and after the last step, and emits Sampled. If path is not empty, it also writes the
-// latest sample to the file at path and creates the necessary folders.
+// SampleText draws n tokens that continue the prompt, after every multiple of the given number of
+// steps (0 for never) and after the last step, and emits Sampled. If path is not empty, it also
+// writes the latest sample to the file at path, creating missing directories.
 //
-// An empty prompt starts a new document, provided that the tokenizer is a BPE or has a method
-// EndOfDocument() int like a BPE. Ids outside the tokenizer's vocabulary are not drawn. Every sample uses
-// the same random seed.
+// An empty prompt starts a new document, provided that the tokenizer is a BPE or implements
+// EndOfDocument() int like one. Ids outside the tokenizer's vocabulary are not drawn. Every sample
+// uses the same random seed.
 //
 // Invalid arguments and an unwritable path fail the run before its first step.
 func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sampler.Config,
@@ -144,8 +144,8 @@ func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sam
 	}
 }
 
-// overwritable returns an error unless os.WriteFile can write to path. It opens an existing path, such as
-// a device, because its folder may not allow new files.
+// overwritable returns an error unless os.WriteFile can write to path. It opens an existing path,
+// such as a device, because its directory may not allow new files.
 func overwritable(path string) error {
 	if _, err := os.Stat(path); err != nil {
 		return atomicfile.Writable(path)

@@ -35,8 +35,8 @@ type training struct {
 	Summed int             `json:"summed,omitempty"` // number of steps in Losses
 }
 
-// Save writes everything that Resume needs to continue bit for bit to the file at path, like Model.Save.
-// It also returns ErrDiverged if the model's loss on the last batch is not finite, because the next step
+// Save writes everything Resume needs to continue bit for bit to the file at path, like Model.Save.
+// It returns ErrDiverged if the model's loss on the last batch is not finite, because the next step
 // would fail and the old file is better.
 func (t *Trainer) Save(path string) error { return t.saveBy(path, saveWhole) }
 
@@ -48,7 +48,7 @@ func (t *Trainer) saveBy(path string,
 	}
 	defer take(t.Model)()
 	defer t.team.busy("writing a checkpoint")()
-	if err := t.team.agree(nil); err != nil { // before anything else that takes all ranks
+	if err := t.team.agree(nil); err != nil { // before anything else that requires all ranks
 		return fmt.Errorf("llm: saving the run: %w", err)
 	}
 
@@ -59,17 +59,18 @@ func (t *Trainer) saveBy(path string,
 	return t.team.agree(err)
 }
 
-// SaveApart is Save with the optimizer's moments in a separate file next to the one at path. The file at
-// path contains everything else and names the separate file. It is written last and replaced atomically,
-// so the pair of files is consistent even if the process is killed. [Trainer.Resume] reads both files,
-// [LoadModel] only the one at path. The same state gives the same bytes.
+// SaveApart is Save with the optimizer's moments in a separate file next to the one at path. The file
+// at path contains everything else and names the separate file. It is written last and replaced
+// atomically, so the pair of files is consistent even if the process is killed. [Trainer.Resume]
+// reads both files, [LoadModel] only the one at path. Equal states produce identical files.
 func (t *Trainer) SaveApart(path string) error { return t.saveBy(path, saveApart) }
 
 // SaveParts is Save for several ranks. All ranks write their parts of the optimizer state at the same
-// time, to separate files next to the one at path. The file at path contains everything else, is written
-// last and is replaced atomically, so the set of files is consistent even if a process is killed.
-// [Trainer.Resume] reads the set on any number of ranks; [LoadModel] needs only the file at path. All
-// ranks must see the same folder. For a single process SaveParts is Save.
+// time, to separate files next to the one at path. The file at path contains everything else, is
+// written last and is replaced atomically, so the set of files is consistent even if a process is
+// killed. [Trainer.Resume] reads the set on any number of ranks; [LoadModel] needs only the file at
+// path. All ranks must share the same directory. For a single process, SaveParts is equivalent to
+// Save.
 func (t *Trainer) SaveParts(path string) error {
 	if err := t.made(); err != nil {
 		return fmt.Errorf("llm: saving the run: %w", err)
@@ -122,8 +123,8 @@ func randomID() string {
 	return hex.EncodeToString(b[:])
 }
 
-// ownState returns this rank's part of the optimizer state: the moments of the parts that it updates, and
-// all step counts.
+// ownState returns this rank's part of the optimizer state, which consists of the moments of the
+// parts it updates and all step counts.
 func (t *Trainer) ownState(e Parallel) (counts []optim.Tensor, moments []modelfile.Stretch,
 	err error) {
 	o, ok := t.Optimizer.(optim.Partial)
@@ -194,7 +195,7 @@ func (t *Trainer) snapshot() ([]safetensors.Tensor, map[string]string, error) {
 	})
 }
 
-// snapshotOf is snapshot with the optimizer state that the given function returns.
+// snapshotOf is like snapshot, but takes the optimizer state from the given function.
 func (t *Trainer) snapshotOf(moments func() ([]optim.Tensor, error)) ([]safetensors.Tensor,
 	map[string]string, error) {
 	if err := t.usable(); err != nil {

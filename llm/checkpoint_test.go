@@ -532,8 +532,8 @@ func stateOf(t testing.TB, tr *Trainer) string {
 	return b.String()
 }
 
-// TestImpossibleNumbers checks that files with impossible numbers are refused even if their checksums
-// are valid, that the error locates the number, and that nothing changes.
+// TestImpossibleNumbers checks that files with impossible numbers are rejected even if their
+// checksums are valid, that the error locates the number, and that nothing changes.
 func TestImpossibleNumbers(t *testing.T) {
 	const weight = "model.layers.0.mlp.up_proj.weight"
 	edit := func(name string, at int, v float32) func(map[string]safetensors.Tensor,
@@ -556,7 +556,7 @@ func TestImpossibleNumbers(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func(map[string]safetensors.Tensor, map[string]string)
 		want   string
-		model  bool // LoadModel must refuse it too
+		model  bool // LoadModel must reject it too
 		is     error
 	}{
 		"NaN": {edit(weight, 2, nan), "parameter " + weight + " is NaN at element 2", true,
@@ -703,7 +703,7 @@ func TestReadingStops(t *testing.T) {
 	require.NoError(t, tr.Resume(t.Context(), path))
 }
 
-// TestNotesOfAnySize checks that notes too long to be read back are refused before the run starts.
+// TestNotesOfAnySize checks that notes too long to be read back are rejected before the run starts.
 func TestNotesOfAnySize(t *testing.T) {
 	tr := smallTrainer(t, smallConfig())
 	c := tr.Config
@@ -735,8 +735,8 @@ func withoutChecksums(t testing.TB, tensors []safetensors.Tensor,
 	return append(appendHeader(nil, string(plain)), b[n:]...)
 }
 
-// FuzzCheckpoint passes arbitrary bytes, such as a checkpoint without checksums, to LoadModel, ReadNotes
-// and Resume. A refused Resume must not change the trainer.
+// FuzzCheckpoint passes arbitrary bytes, such as a checkpoint without checksums, to LoadModel,
+// ReadNotes and Resume. A rejected Resume must not change the trainer.
 func FuzzCheckpoint(f *testing.F) {
 	tensors, metadata := trainedCheckpoint(f)
 	whole := withoutChecksums(f, tensors, metadata)
@@ -755,8 +755,8 @@ func FuzzCheckpoint(f *testing.F) {
 	})
 }
 
-// checkRefusal resumes from a file. If the file is refused, the trainer must not have changed; otherwise
-// it must be able to make a step.
+// checkRefusal resumes from a file. If the file is rejected, the trainer must not have changed;
+// otherwise it must be able to make a step.
 func checkRefusal(t *testing.T, tr *Trainer, path string, size int64) {
 	before := stateOf(t, tr)
 	var err error
@@ -835,8 +835,8 @@ func FuzzParts(f *testing.F) {
 	})
 }
 
-// TestPartsClaimMoreThanTheyHold checks that parts with incomplete moments are refused before memory for the
-// whole moments is allocated.
+// TestPartsClaimMoreThanTheyHold checks that parts with incomplete moments are rejected before memory
+// for the whole moments is allocated.
 func TestPartsClaimMoreThanTheyHold(t *testing.T) {
 	c := smallConfig()
 	c.Vocab = 1 << 17

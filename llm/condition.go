@@ -5,7 +5,7 @@ import (
 	"fmt"
 )
 
-// A condition says whether a trainer can work with its model and, if not, why. All code that
+// A condition records whether a trainer can work with its model and, if not, why. All code that
 // depends on past failures consults it.
 type condition struct {
 	phase phase
@@ -17,22 +17,22 @@ type phase uint8
 
 const (
 	ready      phase = iota // model, optimizer and engine agree, as after a complete step
-	incomplete              // an update has been made, and its step is not complete
+	incomplete              // an update was applied, but its step is incomplete
 	damaged                 // the parameters belong to no step, or to a twin
-	detached                // the engine has not taken the model and the moments of the host
+	detached                // the engine has not taken over the host's model and moments
 	engineless              // no engine could be created for the model
 	closed
 )
 
-// A change is something that happens to a trainer.
+// A change is an event that may alter a trainer's phase.
 type change uint8
 
 const (
 	updateMade change = iota
 	stepCompleted
 	updateFailed
-	restoreFailed // something other than the parameters could not be put back
-	modelLost     // the parameters could not be put back after a twin's steps
+	restoreFailed // something other than the parameters could not be restored
+	modelLost     // the parameters could not be restored after a twin's steps
 	pushFailed
 	engineLost
 	restored // a checkpoint, or another trainer's changes to the model, was taken over
@@ -71,7 +71,8 @@ func (c *condition) on(what change, cause error) {
 
 var errClosed = errors.New("the trainer is closed")
 
-// err returns nil if the trainer can work with its model, and otherwise an error that says why not.
+// err returns nil if the trainer can work with its model, and otherwise an error that explains why
+// not.
 func (c condition) err() error {
 	switch c.phase {
 	case incomplete:
@@ -101,7 +102,8 @@ func (c condition) damage() error {
 	return nil
 }
 
-// mirrored reports whether the engine has the model's parameters, possibly ahead of the host.
+// mirrored reports whether the engine holds the model's parameters, possibly newer ones than the
+// host.
 func (c condition) mirrored() bool {
 	return c.phase == ready || c.phase == incomplete || c.phase == damaged
 }

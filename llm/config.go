@@ -9,9 +9,9 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// Config describes a Llama-style decoder: blocks of attention and a gated perceptron around a residual
-// stream, with RMSNorm before each, rotary positions, and Kasmina layers after chosen blocks. [Traits]
-// adds the features of other families. Every checkpoint contains the Config.
+// Config describes a Llama-style decoder: blocks of attention and a gated MLP around a residual
+// stream, with RMSNorm before each, rotary position embeddings, and Kasmina layers after chosen
+// blocks. [Traits] adds the features of other families. Every checkpoint contains the Config.
 type Config struct {
 	Vocab   int     `json:"vocab"`             // token ids are 0 to Vocab−1
 	Dim     int     `json:"dim"`               // features of the residual stream
@@ -19,11 +19,11 @@ type Config struct {
 	Heads   int     `json:"heads"`             // query heads
 	KVHeads int     `json:"kv_heads"`          // key-value heads, a divisor of Heads
 	HeadDim int     `json:"head_dim"`          // features of a head, even
-	FF      int     `json:"ff"`                // hidden features of the perceptron
+	FF      int     `json:"ff"`                // hidden features of the MLP
 	Seq     int     `json:"seq"`               // positions of a sequence, and the longest context
 	Base    float64 `json:"rope_base"`         // base of the rotary angles
 	Eps     float64 `json:"eps"`               // RMSNorm's epsilon
-	Untied  bool    `json:"untied,omitempty"`  // the output layer has its own weight
+	Untied  bool    `json:"untied,omitempty"`  // the output layer uses its own weight
 	Kasmina []int   `json:"kasmina,omitempty"` // blocks, counted from 0, with a Kasmina layer after them
 	Seeds   int     `json:"seeds,omitempty"`   // seeds of each Kasmina layer, a divisor of Dim
 	// rows of a Kasmina layer's weights; row 0 is unused
@@ -45,17 +45,17 @@ type Config struct {
 	// lattice, after the lattices of the Kasmina layers and before the lattice of depth.
 	Weights []WeightSite `json:"weights,omitempty"`
 	Streams []int        `json:"streams,omitempty"`
-	// LoRAAlpha is LoRA's α: the product is multiplied by LoRAAlpha/rank. 0 means the rank.
+	// LoRAAlpha is LoRA's α, such that the product is multiplied by LoRAAlpha/rank. 0 means the rank.
 	LoRAAlpha float64 `json:"lora_alpha,omitempty"`
-	// Grown records how the model got its blocks. The trainer sets it.
+	// Grown records how the model acquired its blocks. The trainer sets it.
 	Grown []Grown `json:"grown,omitempty"`
 
-	// Adapter describes low-rank adapters of linear layers. While a model has them, only they learn, and
-	// what TrainConfig.Tuned names.
+	// Adapter describes low-rank adapters of linear layers. While a model has adapters, only they and
+	// the parameters named by TrainConfig.Tuned learn.
 	Adapter LoRA `json:"adapter,omitzero"`
 
-	// ZeroOutputs initializes the weights that write to the residual stream, the output projections of
-	// attention and perceptron, to 0, so that every block of a new model is the identity. It affects only
+	// ZeroOutputs initializes the weights that write to the residual stream, the output projections
+	// of attention and MLP, to 0, so that every block of a new model is the identity. It affects only
 	// the initial values, not the architecture.
 	ZeroOutputs bool `json:"zero_outputs,omitempty"`
 
@@ -70,7 +70,7 @@ type Grown struct {
 	Seed  int    `json:"seed"` // in the lattice of depth, or of the stream
 	Kind  string `json:"kind"` // of the blueprint
 	Size  int    `json:"size"`
-	Step  int    `json:"step"`  // steps that the model had made
+	Step  int    `json:"step"`  // steps the model had been trained for
 	Order []int  `json:"order"` // as returned by blueprints.Order
 }
 
@@ -83,8 +83,8 @@ type KasminaOptions struct {
 
 	// AdaptiveClip is the limit for op.WithAdaptiveGradClip; 0 disables it. It excludes GradClip.
 	AdaptiveClip float64 `json:"adaptive_clip,omitempty"`
-	// StopOnNonFinite ends a run if a layer meets NaN or Inf during training, like op.StopOnNonFinite.
-	// The error wraps op.ErrNonFinite and llm.ErrDiverged.
+	// StopOnNonFinite stops a run if a layer encounters NaN or Inf during training, like
+	// op.StopOnNonFinite. The error wraps op.ErrNonFinite and llm.ErrDiverged.
 	StopOnNonFinite bool `json:"stop_on_non_finite,omitempty"`
 }
 
@@ -178,7 +178,7 @@ func (c Config) Default() Config {
 	return c
 }
 
-// maxField is the maximum of a size in a configuration.
+// maxField is the maximum value of any size in a configuration.
 const maxField = 1 << 24
 
 // Limits that keep quantities derived from a configuration within the range of int.

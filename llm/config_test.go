@@ -281,9 +281,9 @@ func TestStopOnNonFinite(t *testing.T) {
 	}
 }
 
-// TestKasminaOptionsOfCheckpoints checks that options are saved with a model, and that Resume names the
-// options that differ and refuses them unless the caller accepts new settings. Files from before there
-// were options load with none.
+// TestKasminaOptionsOfCheckpoints checks that options are saved with a model, and that Resume names
+// the options that differ and rejects them unless the caller accepts new settings. Files from before
+// there were options load with none.
 func TestKasminaOptionsOfCheckpoints(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "run.safetensors")
 	options := KasminaOptions{Stability: op.Strict, Epsilon: 1e-6, GradClip: 3,
@@ -331,7 +331,7 @@ func TestKasminaOptionsOfCheckpoints(t *testing.T) {
 	require.Zero(t, m.KasminaOptions)
 }
 
-// TestBadKasminaOptions checks that invalid options are refused, also when a file contains them.
+// TestBadKasminaOptions checks that invalid options are rejected, also when a file contains them.
 func TestBadKasminaOptions(t *testing.T) {
 	for want, o := range map[string]KasminaOptions{
 		"KasminaOptions.Epsilon is -1, want":         {Epsilon: -1},
@@ -370,8 +370,8 @@ func TestBadKasminaOptions(t *testing.T) {
 	}
 }
 
-// TestOlderConfigurations checks that files whose configuration contains what is no part of an architecture
-// any more are refused as what they are.
+// TestOlderConfigurations checks that files whose configuration contains what is no part of an
+// architecture any more are rejected as what they are.
 func TestOlderConfigurations(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "m.safetensors")
 	m, err := NewModel(tiny(), tensor.Float32, 1)
@@ -452,7 +452,7 @@ func TestBlueprintMovesBetweenRuns(t *testing.T) {
 	}
 }
 
-// TestBlueprintErrors checks that an unsuitable file is refused with the reason and changes nothing.
+// TestBlueprintErrors checks that an unsuitable file is rejected with the reason and changes nothing.
 func TestBlueprintErrors(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: roomy(), steps: 3})
 	m := tr.Model
@@ -728,8 +728,8 @@ func TestCapacityErrors(t *testing.T) {
 	}
 }
 
-// TestCapacityOfLattices checks that a lattice saved before slots had a width takes the model's width,
-// and that a lattice of another width, or with a blueprint that does not fit, is refused.
+// TestCapacityOfLattices checks that a lattice saved before slots had a width takes the model's
+// width, and that a lattice of another width, or with a blueprint that does not fit, is rejected.
 func TestCapacityOfLattices(t *testing.T) {
 	tensors, metadata := smallCheckpoint(t)
 	for name, c := range map[string]struct {
@@ -796,7 +796,7 @@ func TestBlocks(t *testing.T) {
 	require.Equal(t, Block{Base: 500}, Config{Base: 500}.Block(7))
 }
 
-// TestTraitErrors checks that each invalid trait is refused by name.
+// TestTraitErrors checks that each invalid trait is rejected by name.
 func TestTraitErrors(t *testing.T) {
 	for want, change := range map[string]func(*Config){
 		"Config.AttentionScale is -1": func(c *Config) { c.AttentionScale = -1 },

@@ -135,8 +135,9 @@ func TestStackCopies(t *testing.T) {
 	}
 }
 
-// TestGrownIsAPlainModel checks that a grown model trains on with the same bits as a model created with
-// these blocks, and that it can be saved, loaded and sampled from like any other.
+// TestGrownIsAPlainModel checks that further training of a grown model is bit-identical to that of a
+// model created with the same blocks, and that it can be saved, loaded and sampled from like any
+// other.
 func TestGrownIsAPlainModel(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: deep(), steps: 4})
 	g, err := NewGenerator(tr.Model)
@@ -236,8 +237,9 @@ func TestRollbackOfDepth(t *testing.T) {
 	require.NoError(t, tr.Run(context.Background()))
 }
 
-// TestResumeWhileGrowing grows the model, fossilizes or rolls back the growth, and grows again. It checks
-// that the run can be resumed after any step with the same bits as the uninterrupted run.
+// TestResumeWhileGrowing grows the model, fossilizes or rolls back the growth, and grows again. It
+// checks that the run can be resumed after any step and then reproduces the uninterrupted run bit for
+// bit.
 func TestResumeWhileGrowing(t *testing.T) {
 	const steps = 14
 	commands := depthCommands{
@@ -285,8 +287,8 @@ func TestResumeWhileGrowing(t *testing.T) {
 	}
 }
 
-// TestForgedSnapshot checks that Resume refuses a checkpoint with an unusable snapshot or an impossible
-// state of the run, and changes nothing.
+// TestForgedSnapshot checks that Resume rejects a checkpoint with an unusable snapshot or an
+// impossible state of the run, and changes nothing.
 func TestForgedSnapshot(t *testing.T) {
 	options := trainerOptions{config: deep(), steps: 9}
 	tr := newTrainer(t, options)
@@ -420,7 +422,8 @@ func TestGrowthWithoutEngine(t *testing.T) {
 	require.Equal(t, learntBy(t, never), learntBy(t, tr))
 }
 
-// TestGrownConfig checks that a configuration is refused if its growths cannot have produced its blocks.
+// TestGrownConfig checks that a configuration is rejected if its growths cannot have produced its
+// blocks.
 func TestGrownConfig(t *testing.T) {
 	c := deep()
 	grown := c.Grow(Grown{Seed: 1, Kind: "Interleave", Size: 2, Step: 3, Order: []int{0, 0, 1, 1}})
@@ -486,8 +489,8 @@ func TestReplay(t *testing.T) {
 	}
 }
 
-// FuzzRecord passes arbitrary text to ReadRecord and the resulting commands to a model. A refused command
-// must not change the model.
+// FuzzRecord passes arbitrary text to ReadRecord and the resulting commands to a model. A rejected
+// command must not change the model.
 func FuzzRecord(f *testing.F) {
 	f.Add([]byte(`{"step":2,"share":0.5,"loss":3,"command":{"action":"Germinate","layer":0,` +
 		`"seed":1,"slot":1,"kind":"Residual","why":"x"}}` + "\n" +
@@ -549,8 +552,8 @@ func TestControllerGrows(t *testing.T) {
 	require.ErrorContains(t, short.Grow(Growth{Controller: quickDepth()}), "plan at least")
 }
 
-// TestRewarm checks that the learning rate climbs back from near 0 after each scheduled growth, and that
-// a run resumed during the climb arrives at the same bits.
+// TestRewarm checks that the learning rate climbs back from near 0 after each scheduled growth, and
+// that a run resumed during the climb ends bit-identical.
 func TestRewarm(t *testing.T) {
 	const steps, rewarm = 40, 4
 	c := Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 12, Depth: 2}.Default()

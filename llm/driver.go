@@ -16,12 +16,12 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// A driver owns the trainer's engine. It has the engine compute steps, and replaces the engine when the
+// A driver owns the trainer's engine. It makes the engine compute steps, and replaces it when the
 // model changes.
 type driver struct {
 	t        *Trainer
 	engine   Engine         // nil if the model has no engine
-	name     string         // of the latest engine that was created successfully
+	name     string         // of the last successfully created engine
 	attached []attachedSeed // seeds of chunks that the engine's graph computes
 	whole    bool           // the step must not be interrupted between two batches
 }
@@ -29,7 +29,7 @@ type driver struct {
 // update holds the progress of a step's update.
 type update struct {
 	rate, before float64 // the learning rate, and the learning rate of the step before
-	made         bool    // whether the update was, or may have been, made
+	made         bool    // whether the update was, or may have been, applied
 	norm         float64
 	err          error // ErrGradients or ErrOverflow from finish
 }
@@ -46,12 +46,12 @@ func (d *driver) beforeStep() (restore func() error) {
 		dropped := d.engine.Drop()
 		unmark()
 		d.t.progress = progress
-		d.t.learning = nil // recomputed: the optimizer may have forgotten frozen slots
+		d.t.learning = nil // recomputed, because the optimizer may have forgotten frozen slots
 		return errors.Join(dropped, d.t.Optimizer.SetLR(rate), d.t.Loader.SetState(loader))
 	}
 }
 
-// compute gathers the gradients of all batches of a step and makes its update.
+// compute gathers the gradients of all batches of a step and applies its update.
 func (d *driver) compute(u *update) (loss float64, err error) {
 	gather := d.gather
 	if d.t.team.ranks() != nil {
@@ -86,7 +86,8 @@ func (d *driver) compute(u *update) (loss float64, err error) {
 	return loss, u.err
 }
 
-// gatherAll is the counterpart of gather for several ranks. A ParallelStepper makes the update too.
+// gatherAll is the counterpart of gather for several ranks. A ParallelStepper also applies the
+// update.
 func (d *driver) gatherAll(u *update) (loss float64, err error) {
 	batches := newStepBatches(d.t.Loader, d.t.Config.Accumulate)
 	var losses []float64
@@ -107,7 +108,7 @@ func (d *driver) gatherAll(u *update) (loss float64, err error) {
 	return loss, err
 }
 
-// gather gathers the gradients of all batches of a step. A Stepper makes the update too.
+// gather gathers the gradients of all batches of a step. A Stepper also applies the update.
 func (d *driver) gather(u *update) (loss float64, err error) {
 	batches := newStepBatches(d.t.Loader, d.t.Config.Accumulate)
 	for i := range d.t.Config.Accumulate {
@@ -166,7 +167,7 @@ func (d *driver) prepare(rate float64) error {
 	return d.forgetFrozen()
 }
 
-// finish computes the last batch of a step and makes its update.
+// finish computes the last batch of a step and applies its update.
 func (d *driver) finish(e Stepper, b data.Batch, u *update) (loss float64, err error) {
 	if err := d.prepare(u.rate); err != nil {
 		return 0, err
@@ -205,7 +206,8 @@ func (d *driver) probe() error {
 	return err
 }
 
-// now returns the current model, copied to the host. With ErrDiverged it returns the model as well.
+// now returns the current model, copied to the host. It returns the model even if the error is
+// ErrDiverged.
 func (d *driver) now() (m modelState, err error) {
 	if err = pull(d.t.Model); err != nil && !errors.Is(err, ErrDiverged) {
 		return m, err
@@ -287,8 +289,9 @@ func (d *driver) loseEngine(cause error) error {
 	return d.t.condition.err()
 }
 
-// setOptimizer declares the parameters of m to the optimizer and sets its moments. It first drops the
-// known parameters that m lacks or has in another shape, since a seed may grow again in another size.
+// setOptimizer declares the parameters of m to the optimizer and sets its moments. It first drops
+// known parameters that are missing from m or have a different shape there, since a seed may grow
+// again at another size.
 func (d *driver) setOptimizer(known []Param, m modelState) error {
 	if o, ok := d.t.Optimizer.(interface{ Drop(names ...string) }); ok {
 		shapes := map[string]tensor.Shape{}
@@ -309,8 +312,8 @@ func (d *driver) setOptimizer(known []Param, m modelState) error {
 	return d.t.Optimizer.SetState(m.MomentsHere())
 }
 
-// leave closes the engine before its successor allocates memory. It returns a function that creates the
-// next engine for a model, and a function to call at the end.
+// leave closes the engine before its successor allocates memory. It returns a function that creates
+// the next engine for a model, and a cleanup function.
 func (d *driver) leave(old modelState) (make func(modelState) (Engine, error),
 	end func() error, err error) {
 	if old.From == nil {

@@ -20,11 +20,11 @@ import (
 //
 // The average starts as the weights after the first step that the EMA takes part in. After every
 // further step, average = decay·average + (1−decay)·weights. When a model grows, copies of a block
-// start with the average of the block that they were copied from, and new parameters start with
-// their own values; when growth is taken back, the parameters that remain keep their averages.
+// start with the average of the original block, and new parameters start with their own values. When
+// growth is undone, the remaining parameters keep their averages.
 //
-// A checkpoint contains the average, and a resumed run continues it bit for bit. Every rank keeps the
-// same average. It takes as much memory as the weights.
+// A checkpoint contains the average, and a resumed run continues it bit for bit. Every rank maintains
+// the same average, which takes up as much memory as the weights.
 //
 // [EMA.Model] returns the averaged model for evaluating and saving. Other goroutines may call it
 // while a run is in progress.
@@ -37,8 +37,8 @@ type EMA struct {
 	params   []Param
 }
 
-// NewEMA returns an average with a decay from 0 to below 1, such as 0.999. [Trainer.Use] adds it to a
-// trainer.
+// NewEMA returns an average with a decay of at least 0 and less than 1, such as 0.999. [Trainer.Use]
+// adds it to a trainer.
 func NewEMA(decay float64) (*EMA, error) {
 	if !(decay >= 0 && decay < 1) {
 		return nil, fmt.Errorf("llm: NewEMA: the decay is %v, want at least 0 and less than 1", decay)
@@ -88,8 +88,8 @@ func average(value, old *tensor.Dense, share float64) {
 	}
 }
 
-// sources returns a function that maps a parameter of the current model to the average that it continues.
-// The model may have grown since the last step, and growth may have been taken back.
+// sources returns a function that maps a parameter of the current model to the average that it
+// continues. The model may have grown since the last step, and growth may have been undone.
 func (e *EMA) sources(now Config) func(name string) (*tensor.Dense, bool) {
 	values := map[string]*tensor.Dense{}
 	for _, p := range e.params {

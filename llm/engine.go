@@ -24,18 +24,18 @@ import (
 // trainer calls the methods of its engine one at a time.
 type Engine interface {
 	// Name identifies the device and the precision, such as "cuda bf16". A run that continues on an
-	// engine with another name computes different bits.
+	// engine with another name is not bit-identical.
 	Name() string
 	// Gradients adds the gradients of a batch to those gathered for the step, and returns the batch's
 	// loss.
 	Gradients(b data.Batch) (loss float64, err error)
 	// Update applies the gathered gradients at the optimizer's learning rate and returns their global
 	// norm before clipping. The gradients of seeds are clipped separately, and their norm is returned
-	// only if no other parameters learn.
+	// only if no other parameters are being trained.
 	//
-	// After ErrGradients nothing has changed. After ErrOverflow parameters have changed, and a parameter
-	// or the norm is not finite. A [Scaler] may skip the update and return a norm that is not finite,
-	// without an error.
+	// After ErrGradients, nothing has changed. After ErrOverflow, parameters have changed, and a
+	// parameter or the norm is not finite. A [Scaler] may skip the update and return a norm that is
+	// not finite, without an error.
 	Update() (norm float64, err error)
 	// Drop discards the gradients gathered so far.
 	Drop() error
@@ -59,9 +59,9 @@ type Engine interface {
 	Close() error
 }
 
-// Errors of an update that cannot be trusted. The CPU engine checks all parameters after every update.
-// The engine of llm/gpu does not, because the check would take another pass over all parameters. There
-// the next loss reveals the problem and ends the run with ErrDiverged.
+// Errors of an update that cannot be trusted. The CPU engine checks all parameters after every
+// update. The engine of llm/gpu does not, because the check would take another pass over all
+// parameters. There, the next loss reveals the problem and stops the run with ErrDiverged.
 var (
 	ErrGradients = errors.New("the gradient norm is not finite")
 	ErrOverflow  = errors.New("the update overflowed")

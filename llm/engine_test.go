@@ -501,8 +501,8 @@ func scale(tr *Trainer) *scaling {
 	return s
 }
 
-// TestScaler checks that a skipped update is not an error, that the loss scale is saved and resumed, and
-// that a scale that the engine refuses does not change the trainer.
+// TestScaler checks that a skipped update is not an error, that the loss scale is saved and resumed,
+// and that a scale that the engine rejects does not change the trainer.
 func TestScaler(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 7})

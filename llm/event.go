@@ -26,10 +26,11 @@ const (
 	Failed                           // before RunEnd, after a step or callback failed: the last chance to save
 	EpochEnd                         // before a StepEnd: Reports and SeedEvents are set
 	Corrupted                        // Scrub has found corrupt seeds: Err is set
-	// before a StepEnd: the blocks have changed, as Text describes, or could not, as Err explains
+	// before a StepEnd: the blocks have changed, as described by Text, or could not be changed, as
+	// explained by Err
 	Reshaped
 	Measured // the peak performance of the engine's device has been measured: Ceiling is set
-	Noted    // before a StepEnd: a request has been granted, as Text describes
+	Noted    // before a StepEnd: a request has been granted, as described by Text
 )
 
 var eventNames = [...]string{RunStart: "RunStart", "Complete", "StepEnd", "EvalEnd", "Saved", "Sampled",
@@ -50,8 +51,8 @@ type Event struct {
 	Steps        int
 	Budget       Budget          // of the run
 	Spent        Budget          // so far; Time only for a run on a time budget
-	Share        float64         // spent part of the budget, or of the steps without a budget: 0 to 1
-	Last         bool            // whether the run has made its last step
+	Share        float64         // fraction of the budget spent, or of the steps without a budget: 0 to 1
+	Last         bool            // whether the run has completed its last step
 	Loss         float64         // training loss of the last step, in nats per token
 	LearningRate float64         // of the last step
 	GradNorm     float64         // global gradient norm of the last step, before clipping
@@ -67,11 +68,11 @@ type Event struct {
 	Choices      []optime.Choice // Chosen: how the engine computes its ops
 
 	Ceiling  optime.Ceiling // of all devices together; 0 before Measured
-	Lattices []Lattice      // where the model's seeds are
+	Lattices []Lattice      // locations of the model's seeds
 
-	// Reports holds, for an EpochEnd, a report on each lattice. EpochEnd is emitted when an epoch of the
-	// lattices has ended, when somebody has steered the seeds (Trainer.Steer), and before RunEnd if there
-	// are further seed events.
+	// Reports holds, for an EpochEnd, a report on each lattice. EpochEnd is emitted when an epoch of
+	// the lattices ends, after the seeds are steered (Trainer.Steer), and before RunEnd if there are
+	// further seed events.
 	Reports []state.Report
 	// SeedEvents lists the seed events since the previous EpochEnd, or since the start of the run.
 	SeedEvents []state.Event

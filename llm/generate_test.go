@@ -445,8 +445,8 @@ func TestPaddedVocabulary(t *testing.T) {
 	}
 }
 
-// TestOtherTokenizer checks that a checkpoint is refused if the trainer's data is tokenized differently,
-// even with new settings.
+// TestOtherTokenizer checks that a checkpoint is rejected if the trainer's data is tokenized
+// differently, even with new settings.
 func TestOtherTokenizer(t *testing.T) {
 	text := numberedText(t)
 	tr := paddedTrainer(t, trainBPE(t, 1, 270), text, 320)
@@ -670,8 +670,8 @@ func TestAcrossDocuments(t *testing.T) {
 	}
 }
 
-// TestResumeDocuments checks that a resumed run computes the same bits as an uninterrupted one, and that
-// it is refused if Config.Documents has changed.
+// TestResumeDocuments checks that a resumed run reproduces an uninterrupted one bit for bit, and that
+// it is rejected if Config.Documents has changed.
 func TestResumeDocuments(t *testing.T) {
 	c := tiny()
 	c.Documents = true
@@ -706,7 +706,7 @@ func TestResumeDocuments(t *testing.T) {
 	}
 }
 
-// TestDocumentsNeedBoundaries checks that a loader without document boundaries is refused.
+// TestDocumentsNeedBoundaries checks that a loader without document boundaries is rejected.
 func TestDocumentsNeedBoundaries(t *testing.T) {
 	c := tiny()
 	c.Documents = true

@@ -56,13 +56,12 @@ type Growth struct {
 	// JSON: see [Decision]. It may be nil.
 	Record io.Writer
 	// Replay is the record of another run of the same model, data and settings. It replaces the
-	// controller, which may then be nil, and the clock. The run computes the same bits as the recorded
-	// one.
+	// controller, which may then be nil, and the clock. The run is bit-identical to the recorded one.
 	Replay *Record
 }
 
-// Grow makes the trainer follow a controller. A controller that knows how many epochs a blueprint needs,
-// such as control.Heuristic, is refused if the run has fewer.
+// Grow makes the trainer follow a controller. A controller that knows how many epochs a blueprint
+// needs, such as control.Heuristic, is rejected if the run has fewer.
 //
 // The controller is called within a step. It may read reports, but it must not call methods of the
 // trainer or the model, which would wait for the end of the step. The same applies to Refused.

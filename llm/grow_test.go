@@ -244,8 +244,8 @@ func TestGrowErrors(t *testing.T) {
 	}
 }
 
-// TestDepthNeedsNoText checks that a model with Kasmina layers can grow in depth without validation text,
-// and that a controller that also plants on chunks is refused without it.
+// TestDepthNeedsNoText checks that a model with Kasmina layers can grow in depth without validation
+// text, and that a controller that also plants on chunks is rejected without it.
 func TestDepthNeedsNoText(t *testing.T) {
 	c := tiny()
 	c.Depth = 1
@@ -410,9 +410,9 @@ func TestGrowThroughHugeLosses(t *testing.T) {
 	}
 }
 
-// TestGrowHasTime checks that thresholds that cannot be met in the planned steps are refused with the
-// number of steps needed, and that a run that follows the advice grafts a blueprint in the same number of
-// steps.
+// TestGrowHasTime checks that thresholds that cannot be met in the planned steps are rejected with
+// the number of steps needed, and that a run that follows the advice grafts a blueprint in the same
+// number of steps.
 func TestGrowHasTime(t *testing.T) {
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
@@ -470,8 +470,8 @@ var withoutDecay = map[string]func() (optim.Optimizer, error){
 }
 
 // TestFrozenSlots checks that a slot keeps its bits from the step when its last seed stops learning,
-// whatever the reason, because no momentum moves it. A run resumed from that step must compute the same
-// bits.
+// whatever the reason, because no momentum moves it. A run resumed from that step must be
+// bit-identical.
 func TestFrozenSlots(t *testing.T) {
 	const layer, seed, slot, frozenAt, steps = 1, 1, 1, 5, 12
 	for name, optimizer := range withoutDecay {

@@ -20,7 +20,7 @@ import (
 // optimizer does not declare its rules.
 //
 // Sums follow the order of moments. Since [optim.Optimizer.State] sorts them by name, all ranks and
-// all repetitions of a run compute the same bits.
+// all repetitions of a run obtain bit-identical sums.
 func needsOf(c Config, site blueprints.Site, moments []optim.Tensor,
 	optimizer optim.Optimizer) []float64 {
 	needs := make([]float64, c.Seeded(site))

@@ -19,8 +19,8 @@ type heardGradient struct {
 // singular vectors.
 const extraDirections, listenTurns = 8, 2
 
-// hearGradient returns up to rank dominant directions of an out×in gradient. The same gradient gives the
-// same bits. (Halko, Martinsson and Tropp, "Finding Structure with Randomness", 2011.)
+// hearGradient returns up to rank dominant directions of an out×in gradient. Equal gradients give
+// bit-identical directions. (Halko, Martinsson and Tropp, "Finding Structure with Randomness", 2011.)
 func hearGradient(gradient []float32, out, in, rank int) (h heardGradient) {
 	square := 0.0
 	for _, g := range gradient {

@@ -239,8 +239,8 @@ func smallTrainer(t testing.TB, c Config) *Trainer {
 	return tr
 }
 
-// TestHostileConfig checks that files with valid checksums are refused before anything is allocated if
-// their configuration needs more memory than the computer has.
+// TestHostileConfig checks that files with valid checksums are rejected before anything is allocated
+// if their configuration needs more memory than the computer has.
 func TestHostileConfig(t *testing.T) {
 	tensors, metadata := smallCheckpoint(t)
 	whole := metadata[modelfile.ConfigKey]
@@ -269,8 +269,8 @@ func TestHostileConfig(t *testing.T) {
 	}
 }
 
-// TestLatticeOfOtherSlots checks that a lattice is refused if its header states a different number of
-// slots than the model has. Otherwise a seed with a higher slot would index outside the weights.
+// TestLatticeOfOtherSlots checks that a lattice is rejected if its header states a different number
+// of slots than the model has. Otherwise a seed with a higher slot would index outside the weights.
 func TestLatticeOfOtherSlots(t *testing.T) {
 	tensors, metadata := smallCheckpoint(t)
 	l, err := state.NewLattice(2, 4, state.WithSlots(9))
@@ -340,8 +340,8 @@ func FuzzLoad(f *testing.F) {
 	})
 }
 
-// TestModelLargerThanMemory checks that NewModel refuses parameters that do not fit into memory before it
-// allocates them.
+// TestModelLargerThanMemory checks that NewModel rejects parameters that do not fit into memory
+// before it allocates them.
 func TestModelLargerThanMemory(t *testing.T) {
 	if memory.Check("", 180<<30) == nil {
 		t.Skip("it is not known how much memory this computer has, or it is enough")

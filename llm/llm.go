@@ -9,10 +9,9 @@
 //	Config  →  NewModel  ────────────────────────┼→  Trainer  →  callbacks: runlog.Progress,
 //	optim.AdamW or optim.Muon  ──────────────────┘    runlog.JSON, Evaluate, Checkpoint and more
 //
-// The trainer only makes steps. Whatever else a run does is up to its callbacks, which show
-// progress, measure, and save; a program can add its own. The same random seeds give the same bits
-// on any number of cores, and a run that was killed continues from its checkpoint as if nothing had
-// happened.
+// The trainer itself only takes steps. Everything else is done by callbacks, which show progress,
+// measure, and save; a program can add its own. Runs with equal random seeds are bit-identical on any
+// number of cores, and a killed run continues from its checkpoint as if nothing had happened.
 //
 // The packages below llm each serve one purpose:
 //

@@ -181,9 +181,10 @@ func kasminaOptionsIn(f *modelfile.File) (o KasminaOptions, err error) {
 // LoadModel reads a model and its lattices from a file written by Model.Save or Trainer.Save. The
 // settings of the lattices (gates, telemetry, history) come from the file.
 //
-// LoadModel returns an error that locates the damage in a damaged file, ErrDiverged if a parameter is not
-// finite, and ErrArchitecture if the tensors do not match the configuration. It allocates memory only for
-// tensors that the file contains, whatever the configuration claims. Reading stops when ctx is done.
+// LoadModel returns an error that locates the damage in a corrupted file, ErrDiverged if a parameter
+// is not finite, and ErrArchitecture if the tensors do not match the configuration. It allocates
+// memory only for tensors that the file contains, whatever the configuration claims. Reading stops
+// when ctx is done.
 func LoadModel(ctx context.Context, path string) (*Model, error) {
 	if ctx == nil {
 		return nil, fmt.Errorf("llm: LoadModel: %w", errNoContext)

@@ -335,9 +335,10 @@ func (m *Model) fileSlots() modelfile.Slots {
 // While a trainer runs, LoadBlueprint waits for the end of the current step. To continue without waiting,
 // submit the command that [Model.ReadBlueprint] returns.
 //
-// LoadBlueprint refuses a damaged file, numbers that are not finite, weights of a different shape than
-// the model's slots, and a kind that differs from the seed's or from the kind of another seed sharing the
-// slot. It also refuses a seed that is dormant or frozen for good. On an error nothing has changed.
+// LoadBlueprint rejects a corrupted file, numbers that are not finite, weights of a different shape
+// than the model's slots, and a kind that differs from the seed's or from the kind of another seed
+// sharing the slot. It also rejects a seed that is dormant or frozen for good. On an error nothing
+// has changed.
 func (m *Model) LoadBlueprint(path string, layer, seed int) error {
 	c, err := m.ReadBlueprint(path, layer, seed)
 	if err != nil {

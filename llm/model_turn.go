@@ -114,7 +114,7 @@ func join(m *Model) {
 	m.Kasmina.Open()
 }
 
-// leave undoes join. When the last trainer is gone, waiting commands are refused.
+// leave undoes join. When the last trainer is gone, waiting commands are rejected.
 func leave(m *Model) {
 	m = orZero(m)
 	if m.trainers--; m.trainers == 0 {

@@ -18,8 +18,8 @@ import (
 // mergeSeeds merges the blueprints of the given seeds into the model now and into its earlier states. It
 // returns now, followed by the earlier states.
 //
-// A blueprint at a weight is added to the weight, with the same bits as when the CPU computes it. A
-// blueprint in the stream becomes a block that computes the same function.
+// A blueprint at a weight is added to the weight, bit-identical to what the CPU computes from the
+// two. A blueprint in the stream becomes a block that computes the same function.
 func mergeSeeds(at blueprints.Site, seeds []int, step int, now modelState, before ...modelState) ([]modelState, error) {
 	merged := append([]modelState{now}, before...)
 	if len(seeds) == 0 {

@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 )
 
-// TestMerge checks that merging blueprints together, two on the same weight, gives the same bits as
+// TestMerge checks that merging blueprints together, two on the same weight, is bit-identical to
 // merging them one after the other, in the model and in its earlier state.
 func TestMerge(t *testing.T) {
 	c := Config{Vocab: 32, Dim: 16, Layers: 2, Heads: 2, Seq: 8}.Default()

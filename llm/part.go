@@ -312,8 +312,9 @@ func (r *CheckpointReader) Tensors() (names []string) {
 // Config returns the configuration of the model in the checkpoint, which may have grown.
 func (r *CheckpointReader) Config() Config { return r.run.model.Config }
 
-// Differs reports that the part is set up differently from the part that was saved. Resume then refuses
-// the checkpoint with [ErrSettings], unless the differences are accepted with [WithNewSettings].
+// Differs reports that the part is set up differently from the part that was saved. Resume then
+// rejects the checkpoint with [ErrSettings], unless the differences are accepted with
+// [WithNewSettings].
 func (r *CheckpointReader) Differs(format string, args ...any) {
 	r.differences = append(r.differences, fmt.Sprintf("part %s: ", r.part)+fmt.Sprintf(format, args...))
 }

@@ -81,8 +81,8 @@ func TestEMA(t *testing.T) {
 	require.Equal(t, got, loaded.Params[1].Value.Float32s())
 }
 
-// TestEMAResumes checks that the average of a run that was interrupted and resumed has the same bits as
-// in an uninterrupted run, even if blocks are added in between.
+// TestEMAResumes checks that the average of a resumed run is bit-identical to that of an
+// uninterrupted run, even if blocks are added in between.
 func TestEMAResumes(t *testing.T) {
 	commands := depthCommands{1: {germinate(0, blueprints.Interleave, 2)},
 		2: {move(0, state.Training), move(0, state.Grafting)}}
@@ -120,8 +120,9 @@ func TestEMAResumes(t *testing.T) {
 	}
 }
 
-// TestPartsDiffer checks that Resume refuses a checkpoint of a run with other parts, or with parts that
-// are set up differently, and accepts it with WithNewSettings. A refused checkpoint must change nothing.
+// TestPartsDiffer checks that Resume rejects a checkpoint of a run with other parts, or with parts
+// that are set up differently, and accepts it with WithNewSettings. A rejected checkpoint must change
+// nothing.
 func TestPartsDiffer(t *testing.T) {
 	options := trainerOptions{config: tiny(), steps: 4}
 	path := filepath.Join(t.TempDir(), "run")
@@ -192,7 +193,7 @@ func TestPartsFail(t *testing.T) {
 	require.ErrorContains(t, tr.Save(filepath.Join(t.TempDir(), "run")), "before a Resume")
 }
 
-// TestUse checks that parts with unusable names are refused.
+// TestUse checks that parts with unusable names are rejected.
 func TestUse(t *testing.T) {
 	tr, e := withEMA(t, trainerOptions{config: tiny(), steps: 1}, 0.5)
 	require.ErrorContains(t, tr.Use(e), `a part named "ema" already`)

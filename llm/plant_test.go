@@ -87,7 +87,8 @@ func together(site blueprints.Site, all ...map[int][]state.Command) siteCommands
 }
 
 // TestSitesResume takes seeds at weights and in the stream through every stage, to fossilization and
-// back. It checks that the run can be resumed after any step with the same bits as the uninterrupted run.
+// back. It checks that the run can be resumed after any step and then reproduces the uninterrupted
+// run bit for bit.
 func TestSitesResume(t *testing.T) {
 	for name, commands := range map[string]siteCommands{
 		"weight": together(blueprints.Weight, lives(0, blueprints.LoRA, 3, 1, state.Fossilized),
@@ -239,7 +240,7 @@ func TestIsolation(t *testing.T) {
 	}
 }
 
-// TestSitesRefuse checks that blueprints that do not fit are refused before anything is planted.
+// TestSitesRefuse checks that blueprints that do not fit are rejected before anything is planted.
 func TestSitesRefuse(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: sited(), steps: 2})
 	for want, c := range map[string]state.Command{
@@ -437,8 +438,8 @@ func TestChunkGraphs(t *testing.T) {
 	require.NotEqual(t, got, noisy)
 }
 
-// TestInvalidChunkGraphs checks that a graph that fails, or has the wrong shape, cancels the seed
-// but not the run, and that an existing graph refuses a kind that it does not contain.
+// TestInvalidChunkGraphs checks that a graph that fails, or has the wrong shape, cancels the seed but
+// not the run, and that an existing graph rejects a kind that it does not contain.
 func TestInvalidChunkGraphs(t *testing.T) {
 	for name, build := range map[string]site.Build{
 		"fails": func(*gorgonia.Node, gorgonia.Nodes, int) (*gorgonia.Node, error) {

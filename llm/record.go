@@ -24,15 +24,15 @@ type Decision struct {
 	// loss averaged over the epoch's steps, for a command
 	Loss    *jsonfloat.Float `json:"loss,omitempty"`
 	Command *state.Command   `json:"command,omitempty"` // includes the reason for the command
-	Refused string           `json:"refused,omitempty"` // why the command was refused
+	Refused string           `json:"refused,omitempty"` // why the command was rejected
 
 	Asked string `json:"asked,omitempty"` // AskedToSave or AskedToStop
 	Why   string `json:"why,omitempty"`   // who asked, and why
 }
 
 // Record contains all decisions of a controller and the clock in a run. A run that replays the record
-// computes the same bits: see Growth.Replay. The file may be edited; each line is a [Decision]. A Record
-// is immutable, and any goroutine may call its methods.
+// reproduces the recorded run bit for bit; see Growth.Replay. The file may be edited; each line is a
+// [Decision]. A Record is immutable, and any goroutine may call its methods.
 type Record struct {
 	commands map[int][]state.Command // by number of steps made
 	shares   map[int]float64

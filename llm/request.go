@@ -4,7 +4,7 @@ import "github.com/kasmina-go/kasmina/state"
 
 // Request is a request of a person or another program to a run: see llm.Trainer.Ask.
 type Request struct {
-	// Commands take effect together. If one is refused, all are.
+	// Commands take effect together. If one is rejected, all are.
 	Commands []state.Command `json:"commands,omitempty"`
 	// Save makes the run's Checkpoint callbacks save after the step.
 	Save bool `json:"save,omitempty"`

@@ -26,11 +26,12 @@ var ErrSettings = errors.New("checkpoint of a run with other settings")
 // at path. The run then continues as if it had never stopped, bit for bit on processors with the same
 // instructions. A run in progress continues from there as well.
 //
-// Resume changes nothing and returns an error if the file is damaged, has another architecture
+// Resume changes nothing and returns an error if the file is corrupted, has another architecture
 // (ErrArchitecture), other data (data.ErrChanged) or other settings (ErrSettings), or is beyond
 // TrainConfig.Steps. The settings are the fields of TrainConfig that affect the result,
-// Model.KasminaOptions, the schedule, the optimizer and its options, the loader's seed, the tokenizer,
-// the engine, and how the run grows. Nothing changes either if ctx is done while the file is being read.
+// Model.KasminaOptions, the schedule, the optimizer and its options, the loader's seed, the
+// tokenizer, the engine, and how the run grows. Nothing changes either if ctx is done while the file
+// is being read.
 //
 // If the engine cannot take the new state, the error says so. The model and the optimizer then have the
 // file's state, which Model.Save can save, but Run, Save and Evaluate return an error until a Resume
@@ -163,10 +164,10 @@ func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []opt
 }
 
 // setStates sets the loss scale, the loader and the optimizer to the state that has been read. If any
-// refuses it, all are restored.
+// rejects it, all are restored.
 //
-// The optimizer is also tried with the state that a rollback or the end of a trial would need, so that a
-// file that cannot be continued is refused now.
+// The optimizer is also tried with the state that a rollback or the end of a trial would need, so
+// that a file that cannot be continued is rejected now.
 func (t *Trainer) setStates(run *resumedRun) error {
 	// A diverged model is a good reason to resume.
 	if err := pull(t.Model); err != nil && !errors.Is(err, ErrDiverged) {
@@ -331,13 +332,13 @@ func (r *resumption) tell(differences []string) {
 	}
 }
 
-// WithNewSettings accepts a checkpoint of a run with other settings, which Resume would otherwise refuse
-// with ErrSettings, and continues with the trainer's settings. If settings differ and report is not nil,
-// report is called with the differences once everything is loaded. A loader with another seed starts its
-// next epoch.
+// WithNewSettings accepts a checkpoint of a run with other settings, which Resume would otherwise
+// reject with ErrSettings, and continues with the trainer's settings. If settings differ and report
+// is not nil, report is called with the differences once everything is loaded. A loader with another
+// seed starts its next epoch.
 //
-// Another tokenizer is still refused, because its ids would mean nothing to the model. Other data needs
-// [WithNewData].
+// Another tokenizer is still rejected, because its ids would mean nothing to the model. Other data
+// needs [WithNewData].
 func WithNewSettings(report func(differences []string)) ResumeOption {
 	return func(r *resumption) { r.newSettings, r.report = true, report }
 }
@@ -350,8 +351,8 @@ type Keep struct {
 }
 
 // WithNewData continues with the data of the trainer's loader even if the checkpoint's run had other
-// data, which Resume would otherwise refuse with data.ErrChanged. The loader starts at the beginning of
-// its data, and the losses on held-out text are forgotten. WithNewData can be combined with
+// data, which Resume would otherwise reject with data.ErrChanged. The loader starts at the beginning
+// of its data, and the losses on held-out text are forgotten. WithNewData can be combined with
 // WithNewSettings, for example to use another schedule.
 func WithNewData(keep Keep) ResumeOption {
 	return func(r *resumption) { r.newData = &keep }

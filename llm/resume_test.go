@@ -50,7 +50,7 @@ type abacus struct{ Engine }
 func (abacus) Name() string { return "abacus" }
 
 // TestResumeWithOtherSettings checks that a change in any setting that affects the bits of a run is
-// refused by name, with both values, and that a caller who accepts new settings is told of the same
+// rejected by name, with both values, and that a caller who accepts new settings is told of the same
 // difference.
 func TestResumeWithOtherSettings(t *testing.T) {
 	path := checkpointAt5(t)
@@ -320,9 +320,9 @@ func savedOn(t *testing.T, text string) string {
 	return path
 }
 
-// TestResumeOnOtherText checks that a run can be resumed with the same text under another file name, and
-// that other text of the same name and size is refused without WithNewData. With that option, Resume must
-// keep the parts of the run that the caller selects.
+// TestResumeOnOtherText checks that a run can be resumed with the same text under another file name,
+// and that other text of the same name and size is rejected without WithNewData. With that option,
+// Resume must keep the parts of the run that the caller selects.
 func TestResumeOnOtherText(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	one, two := strings.Repeat("all of one text. ", 60), strings.Repeat("all of two text. ", 60)
@@ -494,8 +494,8 @@ func TestGrowthIsNotForgotten(t *testing.T) {
 	require.NoError(t, build(grown).Resume(t.Context(), again))
 }
 
-// TestOldFingerprint checks that an older checkpoint, with a fingerprint of file names and sizes only, is
-// refused with an error that explains how to resume it.
+// TestOldFingerprint checks that an older checkpoint, with a fingerprint of file names and sizes
+// only, is rejected with an error that explains how to resume it.
 func TestOldFingerprint(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	text := strings.Repeat("all of one text. ", 60)

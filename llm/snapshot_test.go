@@ -410,7 +410,7 @@ func (e hooked) Gradients(b data.Batch) (float64, error) {
 }
 
 // TestInterruptedStepLeavesNothing interrupts a run between the batches of each of its steps. The
-// checkpoint must equal one saved before the step, and the run must continue to the same bits.
+// checkpoint must equal one saved before the step, and the run must continue bit for bit.
 func TestInterruptedStepLeavesNothing(t *testing.T) {
 	const steps, accumulate = 12, 3
 	before := func() {}

@@ -43,10 +43,10 @@ var (
 // Ask hands the run a request of a person or of another program. It may be called from any
 // goroutine.
 //
-// The request is granted after the current step and before the step's events, or after the next step. If
-// several ranks train, every rank grants the requests of all ranks between the same two steps and in the
-// same order. The channel, which need not be read, then receives nil or the reason why the request was
-// refused. If the run ends first, the request is refused.
+// The request is granted after the current step and before the step's events, or after the next step.
+// If several ranks train, every rank grants the requests of all ranks between the same two steps and
+// in the same order. The channel, which need not be read, then receives nil or the reason why the
+// request was rejected. If the run ends first, the request is rejected.
 //
 // Growth.Record contains every request, with the Why of each command, so that a run which follows the
 // record receives the same commands at the same steps.
@@ -82,8 +82,9 @@ func (t *Trainer) Steer(commands ...state.Command) <-chan error {
 	return t.Ask(Request{Commands: commands})
 }
 
-// SaveSoon is Ask with a request for a checkpoint. It does not wait, and returns an error if the request
-// is refused at once, for example because no run is in progress or the run has no Checkpoint callback.
+// SaveSoon is Ask with a request for a checkpoint. It does not wait, and returns an error if the
+// request is rejected at once, for example because no run is in progress or the run has no Checkpoint
+// callback.
 func (t *Trainer) SaveSoon() error {
 	select {
 	case err := <-t.Ask(Request{Save: true}):
@@ -171,7 +172,7 @@ func (s *steering) takeRequests() []pendingRequest {
 	return taken
 }
 
-// closeRequests refuses the waiting requests and all later ones.
+// closeRequests rejects the waiting requests and all later ones.
 func (s *steering) closeRequests() {
 	s.t.mu.Lock()
 	defer s.t.mu.Unlock()
@@ -223,7 +224,7 @@ func (s *steering) grantAll(requests []Request, own []pendingRequest, at int) er
 	return nil
 }
 
-// grant carries out a request, or returns the reason for refusing it.
+// grant carries out a request, or returns the reason for rejecting it.
 func (s *steering) grant(r Request) error {
 	if len(r.Commands) > 0 && s.t.growth.replay() != nil {
 		return errReplay
@@ -248,7 +249,7 @@ func (s *steering) grant(r Request) error {
 	return nil
 }
 
-// recordRequest records a request. err is the reason if it was refused.
+// recordRequest records a request. err is the reason if it was rejected.
 func (s *steering) recordRequest(r Request, err error) error {
 	refused := ""
 	if err != nil {

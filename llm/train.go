@@ -117,10 +117,10 @@ func (c *TrainConfig) check() error {
 	return nil
 }
 
-// Trainer trains a model on batches of a loader. Everything else in a run (showing progress, evaluating,
-// saving) is up to its callbacks. Commands submitted to Model.Kasmina, from any goroutine, take effect
-// after a step and before its StepEnd, or when the run starts. Commands that are too late for the run's
-// last step are refused with [state.ErrClosed].
+// Trainer trains a model on batches of a loader. Everything else in a run (showing progress,
+// evaluating, saving) is up to its callbacks. Commands submitted to Model.Kasmina, from any
+// goroutine, take effect after a step and before its StepEnd, or when the run starts. Commands that
+// are too late for the run's last step are rejected with [state.ErrClosed].
 //
 // A step does not change blueprints that no seed trains, unless the optimizer decays weights, as
 // optim.NewAdamW does by default. optim.WithGroup(optim.NameContains("kasmina"), optim.Decay(0)) exempts
@@ -274,9 +274,9 @@ func (t *Trainer) note(set func(*Event)) {
 	set(&t.last)
 }
 
-// Close frees the machines and copies the trained parameters back to the model. The trainer can no longer
-// be used, and a run in progress ends before its next step. When the last trainer of a model is closed,
-// waiting commands are refused with state.ErrClosed.
+// Close frees the machines and copies the trained parameters back to the model. The trainer can no
+// longer be used, and a run in progress ends before its next step. When the last trainer of a model
+// is closed, waiting commands are rejected with state.ErrClosed.
 func (t *Trainer) Close() error {
 	if t.made() != nil {
 		return nil
@@ -453,9 +453,9 @@ func (t *Trainer) Run(ctx context.Context) error {
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
 }
 
-// refuseLate refuses the commands that wait in Model.Kasmina, because no checkpoint of the run would
-// contain their effect. If another trainer of the model is running, the commands wait for its next step
-// instead.
+// refuseLate rejects the commands that wait in Model.Kasmina, because no checkpoint of the run would
+// contain their effect. If another trainer of the model is running, the commands wait for its next
+// step instead.
 func (t *Trainer) refuseLate() {
 	defer take(t.Model)()
 	if runsOf(t.Model) == 1 {
@@ -578,9 +578,9 @@ var errBetweenBatches = errors.New("the context was canceled between two batches
 
 // step computes the gradients of one optimizer step and applies them.
 //
-// A step that fails before its update changes nothing, except for growth that was completed before its
-// first batch: the model has grown then, and the next attempt starts from there. If a step fails during
-// or after its update, the trainer is damaged or its step incomplete: see condition.
+// A step that fails before its update changes nothing, except for growth that was completed before
+// its first batch: the model has grown then, and the next attempt starts from there. If a step fails
+// during or after its update, the trainer is corrupted or its step incomplete: see condition.
 func (t *Trainer) step() error {
 	defer takeToChange(t.Model)()
 	began := time.Now()

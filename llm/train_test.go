@@ -249,8 +249,8 @@ func TestEvaluationLeavesNoTrace(t *testing.T) {
 	}
 }
 
-// checkSame checks that two trainers have the same bits in every parameter, every seed and the whole
-// optimizer state.
+// checkSame checks that every parameter, every seed and the whole optimizer state of two trainers are
+// bit-identical.
 func checkSame(t *testing.T, a, b *Trainer) {
 	t.Helper()
 	for i, p := range a.Model.Params {
@@ -668,7 +668,7 @@ func TestConfigReachesTheModel(t *testing.T) {
 	}
 }
 
-// TestGerminateErrors checks that a refused request changes neither the seed nor the slot.
+// TestGerminateErrors checks that a rejected request changes neither the seed nor the slot.
 func TestGerminateErrors(t *testing.T) {
 	m, err := NewModel(tiny(), tensor.Float32, 1)
 	if err != nil {

@@ -42,9 +42,9 @@ func (g gathering) Gradients(b data.Batch) (float64, error) {
 	return g.Engine.Gradients(b)
 }
 
-// TestInterruptBetweenBatches checks that a run stops when its context is canceled while a step gathers
-// gradients, with a checkpoint of the step before. A run that resumes from it computes the same bits as
-// an uninterrupted one.
+// TestInterruptBetweenBatches checks that a run stops when its context is canceled while a step
+// gathers gradients, with a checkpoint of the step before. A run that resumes from it reproduces an
+// uninterrupted one bit for bit.
 func TestInterruptBetweenBatches(t *testing.T) {
 	o := trainerOptions{config: tiny(), steps: 5, accumulate: 3}
 	straight, first, second := newTrainer(t, o), newTrainer(t, o), newTrainer(t, o)
@@ -211,8 +211,8 @@ func TestClosedTrainerAnswers(t *testing.T) {
 	require.NoError(t, next.Close())
 }
 
-// TestLateCommands checks that a command that is too late for the last checkpoint of a run is refused,
-// whoever gives it, and that an accepted command is in the checkpoint.
+// TestLateCommands checks that a command that is too late for the last checkpoint of a run is
+// rejected, whoever gives it, and that an accepted command is in the checkpoint.
 func TestLateCommands(t *testing.T) {
 	plant := func(seed int) state.Command {
 		return state.Command{Action: state.Germinate, Seed: seed,
@@ -290,8 +290,8 @@ func TestCommandsOfARunWithin(t *testing.T) {
 	require.Equal(t, state.Germinated, stage)
 }
 
-// TestCommandsAfterAFailedRecord checks that commands are refused in a step that cannot record a request:
-// the step is not complete, so no checkpoint contains what they would have changed.
+// TestCommandsAfterAFailedRecord checks that commands are rejected in a step that cannot record a
+// request: the step is not complete, so no checkpoint contains what they would have changed.
 func TestCommandsAfterAFailedRecord(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
 	full := errors.New("the disk is full")
@@ -488,7 +488,7 @@ func (b *beside) ask(string) {
 	}
 	c := state.Command{Action: state.Germinate, Layer: 1, Request: state.GerminationRequest{Slot: 4,
 		Kind: blueprints.Residual}}
-	<-b.Model.Kasmina.Submit(c) // refused after the first time
+	<-b.Model.Kasmina.Submit(c) // rejected after the first time
 }
 
 // never is a controller that gives no commands.
@@ -496,8 +496,9 @@ type never struct{}
 
 func (never) Decide([]state.Report) []state.Command { return nil }
 
-// TestSteer checks that commands given during a run take effect after a step, even in the middle of an
-// epoch, that callbacks are notified, and that a run that replays the record computes the same bits.
+// TestSteer checks that commands given during a run take effect after a step, even in the middle of
+// an epoch, that callbacks are notified, and that replaying the record reproduces the run bit for
+// bit.
 func TestSteer(t *testing.T) {
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
@@ -621,8 +622,8 @@ func TestMeasureIsRecorded(t *testing.T) {
 	require.Equal(t, tr.Model.Kasmina.Digest(), again.Model.Kasmina.Digest())
 }
 
-// TestRequestsAreAnsweredTruthfully checks that a granted request has taken effect, and that a request
-// after the last step is refused, whatever the run is doing.
+// TestRequestsAreAnsweredTruthfully checks that a granted request has taken effect, and that a
+// request after the last step is rejected, whatever the run is doing.
 func TestRequestsAreAnsweredTruthfully(t *testing.T) {
 	off := Request{Commands: []state.Command{{Action: state.Measure,
 		Telemetry: state.Telemetry{Mode: state.Off}}}}
@@ -692,8 +693,8 @@ func TestRequestsAreAnsweredTruthfully(t *testing.T) {
 	}
 }
 
-// TestRecordOfSavesAndStops checks that the record says who requested a save or a stop, and that a run
-// which replays the record is neither stopped nor refused a save.
+// TestRecordOfSavesAndStops checks that the record says who requested a save or a stop, and that a
+// run which replays the record is neither stopped nor rejected a save.
 func TestRecordOfSavesAndStops(t *testing.T) {
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
@@ -816,8 +817,8 @@ func hostBits(t *testing.T, tr *Trainer) map[string]uint32 {
 }
 
 // TestAdapters checks that LoRA learns in a frozen model with every placement strategy, and that the
-// model's own parameters keep their bits. A run that resumes after any step, or replays the record, ends
-// with the same bits as the uninterrupted run. All blueprints are merged at the end.
+// model's own parameters keep their bits. A run that resumes after any step, or replays the record,
+// reproduces the uninterrupted run bit for bit. All blueprints are merged at the end.
 func TestAdapters(t *testing.T) {
 	for _, where := range []control.Where{control.Unhealthiest, control.AtRandom, control.AllAtOnce} {
 		t.Run("where "+string(where), func(t *testing.T) {
@@ -940,7 +941,7 @@ func TestFrozenAlone(t *testing.T) {
 	require.ErrorContains(t, err, "Frozen is false here and true there")
 }
 
-// TestBudgets checks that a controller is refused if its budget fits no blueprint, its sizes fit no
+// TestBudgets checks that a controller is rejected if its budget fits no blueprint, its sizes fit no
 // place, or its epochs end before they start, and that the error names the smallest sufficient value,
 // which must then be accepted.
 func TestBudgets(t *testing.T) {

@@ -122,7 +122,7 @@ func (g *growth) branch() (b branch, err error) {
 }
 
 // enter replaces the model's parameters, moments and loss scale with the branch's. If the optimizer
-// refuses the branch, nothing changes.
+// rejects the branch, nothing changes.
 func (g *growth) enter(b branch) error {
 	scale := g.t.driver.lossScale()
 	if err := g.t.driver.setLossScale(b.scale); err != nil {

@@ -89,7 +89,7 @@ func withBadFilter(t *testing.T, random uint64, plantedAt int,
 const noEpoch = 1 << 20
 
 // TestBadFilter checks that a deliberately bad blueprint is rolled back for every random seed, with
-// clipping and without, and that the final loss is within 1 % of a run without the blueprint.
+// clipping and without, and that the final loss is within 1% of a run without the blueprint.
 func TestBadFilter(t *testing.T) {
 	randoms := uint64(10)
 	if testing.Short() {
@@ -133,8 +133,8 @@ func meetBadFilter(t *testing.T, random uint64, clip float64) {
 	require.InEpsilon(t, b, a, 0.01)
 }
 
-// TestTrialResumes checks that a run interrupted at any step of a trial and resumed computes the same
-// bits as an uninterrupted run.
+// TestTrialResumes checks that a run interrupted at any step of a trial and resumed reproduces an
+// uninterrupted run bit for bit.
 func TestTrialResumes(t *testing.T) {
 	straight, events := withBadFilter(t, 3, 10, 1)
 	straight.growth.options.Every = 2

@@ -459,7 +459,7 @@ func TestViews(t *testing.T) {
 	}
 }
 
-// TestRoPETables checks that the tables are nil for configs that RoPE refuses, and use RoPE's default
+// TestRoPETables checks that the tables are nil for configs that RoPE rejects, and use RoPE's default
 // base.
 func TestRoPETables(t *testing.T) {
 	for _, c := range []op.RoPEConfig{{Seq: -1, Heads: 1, HeadDim: 4},

@@ -339,7 +339,7 @@ func TestKasminaBackwardGoesByTheForwardPass(t *testing.T) {
 	}
 }
 
-// TestKasminaReplay checks that a replay computes the same bits from the same snapshot and records
+// TestKasminaReplay checks that replaying a snapshot is bit-identical to the first run and records
 // nothing.
 func TestKasminaReplay(t *testing.T) {
 	r := random(t)

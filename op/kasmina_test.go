@@ -229,8 +229,8 @@ func TestKasminaStrictUsesPreviousPass(t *testing.T) {
 }
 
 // TestKasminaAdaptive checks that in the adaptive mode a transform of activations near the largest
-// float32 gives t(x), although its intermediate results would overflow, and that smaller activations give
-// the same bits as in the fast mode.
+// float32 gives t(x), although its intermediate results would overflow, and that smaller activations
+// give results bit-identical to the fast mode's.
 func TestKasminaAdaptive(t *testing.T) {
 	r := random(t)
 	const chunk = 64
@@ -393,8 +393,8 @@ func TestKasminaAdaptiveGradClip(t *testing.T) {
 	}
 }
 
-// TestKasminaIsDeterministic checks that results have the same bits for any number of cores, and from run
-// to run.
+// TestKasminaIsDeterministic checks that results are bit-identical for any number of cores, and from
+// run to run.
 func TestKasminaIsDeterministic(t *testing.T) {
 	r := random(t)
 	for _, size := range []struct{ rows, seeds, chunk, slots int }{{300, 1, 96, 2}, {300, 40, 3, 5},

@@ -50,8 +50,8 @@ func TestAdamW8bitKernels(t *testing.T) {
 	require.Equal(t, "AdamW8bit", all.Rule("embed", []int{64, 64}).Kernel.Name)
 }
 
-// TestAdamW8bitNearAdamW checks that after 30 steps moments and parameters are close to AdamW's, and that
-// a state saved halfway continues with the same bits.
+// TestAdamW8bitNearAdamW checks that after 30 steps moments and parameters are close to AdamW's, and
+// that a run restored from a state saved halfway continues bit for bit.
 func TestAdamW8bitNearAdamW(t *testing.T) {
 	for _, dtype := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 		r := freshRand(t)
@@ -139,8 +139,8 @@ func TestAdamW8bitForget(t *testing.T) {
 	}
 }
 
-// TestAdamW8bitRefuses checks that incomplete or damaged states, states of another optimizer, and bad
-// options are refused.
+// TestAdamW8bitRefuses checks that incomplete or corrupted states, states of another optimizer, and
+// bad options are rejected.
 func TestAdamW8bitRefuses(t *testing.T) {
 	p := newParam("w", make([]float64, 5000), 5000)
 	setGradient(p, 3, 1)

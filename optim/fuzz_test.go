@@ -11,9 +11,9 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// FuzzSetState gives optimizers their own state with one tensor's name, shape or bytes altered. Either
-// SetState refuses the state and changes nothing, or subsequent steps leave finite parameters or report
-// an overflow.
+// FuzzSetState gives optimizers their own state with one tensor's name, shape or bytes altered.
+// Either SetState rejects the state and changes nothing, or subsequent steps leave finite parameters
+// or report an overflow.
 func FuzzSetState(f *testing.F) {
 	f.Add(uint8(0), "", int64(2), int64(1), []byte{0, 0, 128, 127})
 	f.Add(uint8(1), "w.step", int64(1), int64(1), []byte{255, 255, 255, 255, 255, 255, 255, 127})

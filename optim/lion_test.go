@@ -121,7 +121,7 @@ func TestLionHugeGradient(t *testing.T) {
 	}
 }
 
-// TestLionRefuses checks that bad options and the states of other optimizers are refused.
+// TestLionRefuses checks that bad options and the states of other optimizers are rejected.
 func TestLionRefuses(t *testing.T) {
 	for want, opts := range map[string][]optim.LionOption{
 		"optim.NewLion: WithLR: got 0":     {optim.WithLR(0)},

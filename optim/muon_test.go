@@ -57,8 +57,9 @@ func TestMuonRules(t *testing.T) {
 	}
 }
 
-// TestRulesInJSON checks that a rule read from JSON has the name of its kernel, even if the file dates
-// from the time of two kernels, and that names with control characters for terminals are refused.
+// TestRulesInJSON checks that a rule read from JSON has the name of its kernel, even if the file
+// dates from the time of two kernels, and that names with control characters for terminals are
+// rejected.
 func TestRulesInJSON(t *testing.T) {
 	m, err := optim.NewMuon()
 	if err != nil {
@@ -285,8 +286,8 @@ func TestMuonConverges(t *testing.T) {
 	closeTo(t, "p", p.data(), goal, 0.02)
 }
 
-// TestMomentumBeyondGradients checks that a momentum is refused if no finite gradients can produce it,
-// and that the largest possible momentum is accepted.
+// TestMomentumBeyondGradients checks that a momentum is rejected if no finite gradients can produce
+// it, and that the largest possible momentum is accepted.
 func TestMomentumBeyondGradients(t *testing.T) {
 	newMuon := func() *optim.Muon {
 		m, err := optim.NewMuon(optim.WithMomentum(0.9))

@@ -39,7 +39,7 @@ func small() []*param {
 	}
 }
 
-// TestStateRoundTrip checks that 40 steps give the same bits as 20 steps, a state restored in a new
+// TestStateRoundTrip checks that 40 steps are bit-identical to 20 steps, a state restored in a new
 // optimizer, and 20 more steps.
 func TestStateRoundTrip(t *testing.T) {
 	r := freshRand(t)
@@ -231,8 +231,8 @@ func TestSetStateRefuses(t *testing.T) {
 	}
 }
 
-// TestSetStateOfImpossibleShapes checks that impossible shapes are refused even if no parameter has been
-// declared.
+// TestSetStateOfImpossibleShapes checks that impossible shapes are rejected even if no parameter has
+// been declared.
 func TestSetStateOfImpossibleShapes(t *testing.T) {
 	for name, o := range both(t) {
 		for _, shape := range [][]int{{-1, -2}, {math.MaxInt, 2}, {1 << 32, 1 << 32, 0}} {

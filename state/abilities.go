@@ -6,8 +6,8 @@ import "github.com/kasmina-go/kasmina/blueprints"
 // controller calls every method of these interfaces that the controller has. A controller that wraps
 // other controllers must pass the calls on.
 
-// A CheckingController is a [Controller] that can validate its options. A trainer refuses a controller if
-// Check returns an error.
+// A CheckingController is a [Controller] that can validate its options. A trainer rejects a
+// controller if Check returns an error.
 type CheckingController interface {
 	Controller
 	Check() error
@@ -28,16 +28,17 @@ type SizeLearner interface {
 	Parameters(of func(layer, seed int, kind blueprints.Kind, size int) int)
 }
 
-// An Affording is a [Controller] that limits the cost of the blueprints that it plants. Affords returns
-// an error if no blueprint in these lattices fits the limit, and a trainer then refuses the controller.
+// An Affording is a [Controller] that limits the cost of the blueprints that it plants. Affords
+// returns an error if no blueprint in these lattices fits the limit, and a trainer then rejects the
+// controller.
 type Affording interface {
 	Controller
 	Affords(reports []Report) error
 }
 
-// A Planner is a [Controller] that knows how many epochs a blueprint in a lattice takes at least from its
-// germination to its fossilization, if seeds are compared once every so often, in epochs. A trainer
-// refuses the controller if the run has fewer epochs.
+// A Planner is a [Controller] that knows how many epochs a blueprint in a lattice takes at least from
+// its germination to its fossilization, if seeds are compared once every so often, in epochs. A
+// trainer rejects the controller if the run has fewer epochs.
 type Planner interface {
 	Controller
 	LeastEpochs(l *Lattice, every int) (int, error)

@@ -84,7 +84,7 @@ func ExampleReport() {
 	// 2     Dormant     0       –           –     0  0         0         0            0      0          –
 }
 
-// This example saves and loads a lattice, and shows the error for a damaged one.
+// This example saves and loads a lattice, and shows the error for a corrupted one.
 func ExampleLattice_UnmarshalBinary() {
 	lattice, err := state.NewLattice(3, 12)
 	if err != nil {

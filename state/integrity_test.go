@@ -64,8 +64,8 @@ func TestVerifyFindsEveryBit(t *testing.T) {
 	}
 }
 
-// TestCorruptionIsNotSealedIn checks that passes leave a corrupt seed corrupt, and that every
-// command that would change it is refused.
+// TestCorruptionIsNotSealedIn checks that passes leave a corrupt seed corrupt, and that every command
+// that would change it is rejected.
 func TestCorruptionIsNotSealedIn(t *testing.T) {
 	l := filled(t, 4)
 	l.seeds.stage[2] = uint8(Dormant)
@@ -172,7 +172,7 @@ func TestQuarantine(t *testing.T) {
 	}
 }
 
-// TestScrub checks that a scrub finds a seed that is damaged while it runs.
+// TestScrub checks that a scrub finds a seed that is corrupted while it runs.
 func TestScrub(t *testing.T) {
 	l := filled(t, 3000)
 	ctx, cancel := context.WithCancel(context.Background())

@@ -101,7 +101,7 @@ func TestAllTransitions(t *testing.T) {
 	}
 }
 
-// TestRefusedTransitionSaysTheWay checks that the error of a refused transition lists the possible
+// TestRefusedTransitionSaysTheWay checks that the error of a rejected transition lists the possible
 // ones.
 func TestRefusedTransitionSaysTheWay(t *testing.T) {
 	for from, want := range map[state.Stage]string{
@@ -515,8 +515,8 @@ func TestRecycledSeedStartsFresh(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	// 3.02 is less than 1 % better than 3, the first score of this blueprint, though it is more
-	// than 1 % better than 2, the first score of the previous one.
+	// 3.02 is less than 1% better than 3, the first score of this blueprint, though it is more than
+	// 1% better than 2, the first score of the previous one.
 	if err := to(state.Fossilized); !errors.Is(err, state.ErrGate) {
 		t.Errorf("the improvement counts from the last blueprint's performance: %v", err)
 	}
@@ -553,7 +553,7 @@ func TestOptionErrors(t *testing.T) {
 	}
 }
 
-// TestSeedsBeyondTheMemory checks that a lattice that does not fit into memory is refused before
+// TestSeedsBeyondTheMemory checks that a lattice that does not fit into memory is rejected before
 // anything is allocated.
 func TestSeedsBeyondTheMemory(t *testing.T) {
 	const most = math.MaxUint32

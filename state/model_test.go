@@ -134,7 +134,7 @@ func (s *seedModel) share() float64 {
 	return 0
 }
 
-// TestRandomCommands sends many random commands (most are refused) and checks after each that the
+// TestRandomCommands sends many random commands (most are rejected) and checks after each that the
 // lattice is in the predicted state. All checksums must match at the end.
 func TestRandomCommands(t *testing.T) {
 	commands := 300_000 // drawn differently in each run
@@ -191,7 +191,7 @@ func testRandomCommands(t *testing.T, r *rand.Rand, l *state.Lattice, free bool,
 	}
 }
 
-// allow is like do, but without gates it ignores refusals that only gates would cause.
+// allow is like do, but without gates it ignores rejections that only gates would cause.
 func (m *latticeModel) allow(c state.Command, free bool) error {
 	err := m.do(c)
 	if free && errors.Is(err, state.ErrGate) {

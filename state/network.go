@@ -22,8 +22,8 @@ import (
 // # Commands
 //
 // [Network.Submit] queues commands until whoever runs the model calls [Network.Apply], which a
-// training loop does between its steps. [Network.Do] carries commands out at once. In both cases
-// the commands of one call take effect together, or not at all if any is refused.
+// training loop does between its steps. [Network.Do] carries commands out at once. In both cases the
+// commands of one call take effect together, or not at all if any is rejected.
 //
 // Submit, Listen, Report, Arrays, Verify, Scrub, Open and Close may be called from any goroutine at
 // any time. So may Do if the slots have a lock. Apply, StepEpoch, Load and the function that it

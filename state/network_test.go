@@ -248,7 +248,7 @@ func TestSavedParametersEndWithTheGrafting(t *testing.T) {
 	}
 }
 
-// TestRefusedCommandsKeepSavedParameters checks that refused commands do not change the parameters
+// TestRefusedCommandsKeepSavedParameters checks that rejected commands do not change the parameters
 // saved for a rollback.
 func TestRefusedCommandsKeepSavedParameters(t *testing.T) {
 	n, m := network(t)
@@ -626,8 +626,8 @@ func TestSlotsWithALock(t *testing.T) {
 }
 
 // TestLoadIntoSlots checks that parameters are loaded into the slot of a living seed, together with
-// its germination or later, and change nothing else. If they do not fit, all commands of the call
-// are refused.
+// its germination or later, and change nothing else. If they do not fit, all commands of the call are
+// rejected.
 func TestLoadIntoSlots(t *testing.T) {
 	n, m := network(t, state.WithSlots(5), state.WithWidth(2))
 	load := func(seed int, kind blueprints.Kind, scale float64, w ...float64) state.Command {
@@ -708,7 +708,7 @@ func TestEmptyArguments(t *testing.T) {
 	require.ErrorIs(t, l.Scrub(t.Context(), -1, nil), state.ErrArgument)
 }
 
-// TestZeroNetworkAnswers checks that a network without layers refuses commands at once, because no
+// TestZeroNetworkAnswers checks that a network without layers rejects commands at once, because no
 // Apply may follow.
 func TestZeroNetworkAnswers(t *testing.T) {
 	var zero state.Network

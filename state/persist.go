@@ -542,7 +542,7 @@ func fromArrays(arrays []Array) (*image, error) {
 //	4  stores normal-quality figures as bfloat16 instead of Float16, whose range was too small; adds "entry_training_error",
 //	   "slot_sum", "learning" and "scored"
 
-// emptySeeds returns new seeds, the target of migrate. It refuses headers with too little data per
+// emptySeeds returns new seeds, the target of migrate. It rejects headers with too little data per
 // seed to justify the allocation.
 func (h *header) emptySeeds(stored []columns.Column) (*seedState, error) {
 	if h.Schema < 3 {

@@ -232,7 +232,7 @@ func TestEveryFlippedByteIsFound(t *testing.T) {
 	same(t, a, &b) // nothing was applied
 }
 
-// TestOtherShapes checks that a lattice refuses data with different numbers of seeds, features or
+// TestOtherShapes checks that a lattice rejects data with different numbers of seeds, features or
 // slots, or another slot width, and adopts whatever it does not know about its own slots.
 func TestOtherShapes(t *testing.T) {
 	made := func(seeds, hidden int, opts ...Option) *Lattice {
@@ -521,7 +521,7 @@ func FuzzUnmarshal(f *testing.F) {
 	})
 }
 
-// TestForged checks that states which no sequence of calls can produce are refused by both decoders
+// TestForged checks that states which no sequence of calls can produce are rejected by both decoders
 // although their checksums match, and that nothing changes.
 func TestForged(t *testing.T) {
 	nan, inf := float32(math.NaN()), math.Inf(1)
@@ -614,7 +614,7 @@ func TestOverflowingFigures(t *testing.T) {
 }
 
 // FuzzNetworkLoad loads a network's own arrays after altering one and, if repair is set, correcting
-// the checksums of the header and the seeds. Either Load refuses them and nothing changes, or the
+// the checksums of the header and the seeds. Either Load rejects them and nothing changes, or the
 // network holds them and continues.
 func FuzzNetworkLoad(f *testing.F) {
 	for which := range uint8(6) {

@@ -146,7 +146,7 @@ func (p brittle) Write(w []state.SlotWrite) error {
 	return p.memory.Write(w)
 }
 
-// TestPanicsDoNotGerminate checks that a panic of user code during germination refuses all commands
+// TestPanicsDoNotGerminate checks that a panic of user code during germination rejects all commands
 // of the call without leaving a trace.
 func TestPanicsDoNotGerminate(t *testing.T) {
 	require.NoError(t, errRegisterFaulty)
@@ -294,7 +294,7 @@ func TestSetAlphaBeforeGrafting(t *testing.T) {
 	}
 }
 
-// TestStrategyThatCannotBeStored checks that a lattice refuses strategies that a file could not
+// TestStrategyThatCannotBeStored checks that a lattice rejects strategies that a file could not
 // restore.
 func TestStrategyThatCannotBeStored(t *testing.T) {
 	if errHidden != nil || errNarrow != nil {

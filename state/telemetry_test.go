@@ -534,7 +534,7 @@ func TestHistoryUnderSampling(t *testing.T) {
 	}
 }
 
-// TestCraftedPass checks that a pass that no lattice has begun is refused.
+// TestCraftedPass checks that a pass that no lattice has begun is rejected.
 func TestCraftedPass(t *testing.T) {
 	l := lattice(t, 2, 4)
 	p := state.Pass{Stage: make([]state.Stage, 2), Record: true}

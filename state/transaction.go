@@ -49,7 +49,7 @@ func (n *Network) Waiting() bool {
 // from any goroutine.
 //
 // The returned channel has room for one error, so it need not be read. It receives nil once the
-// commands have been carried out, the reason if they were refused, or an error wrapping [ErrClosed]
+// commands have been carried out, the reason if they were rejected, or an error wrapping [ErrClosed]
 // if the network is closed, now or before the next Apply. A network without layers answers at once.
 //
 // The goroutine that calls Apply, which includes a trainer's callbacks, must not wait for the
@@ -126,7 +126,7 @@ func (n *Network) Apply() {
 	}
 }
 
-// Do carries out commands at once, all or, if one is refused, none. The error names the refused
+// Do carries out commands at once, all or, if one is rejected, none. The error names the rejected
 // command.
 //
 // It must be called between the passes of the model, unless the slots have a lock; then Do waits

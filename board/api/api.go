@@ -14,9 +14,9 @@
 //	GET  /api/v1/stream                        server-sent events, see below
 //
 // The stream sends an event whenever something changes: run, series, lattice, groups, samples and
-// cards. A group that has grown is sent again, with the same number. An event "board" identifies the
-// board. An event "again" announces that a run has been resumed or replaced; everything the board
-// knows about the run follows.
+// cards. A group that has grown is sent again under the same number. A "board" event identifies the
+// board. An "again" event announces that a run was resumed or replaced, and is followed by everything
+// the board knows about the run.
 //
 // A board that permits steering (board.WithControl) also has the following paths. A POST requires
 // the header "Authorization: Bearer TOKEN" and a JSON body of the type shown.
@@ -28,12 +28,12 @@
 //	POST /api/v1/runs/{run}/stop               Request: ends the run after the step
 //	GET  /api/v1/runs/{run}/orders/{id}        Order, no token required
 //
-// The answer to a POST is an Order. Its status is 200 if the run has carried out the order, and 409
-// if the run has refused it. If neither happens within twenty seconds, the status is 202: the order
-// is pending, and the path in the header Location returns its result later.
+// The response to a POST is an Order. Its status is 200 if the run carried out the order, and 409 if
+// the run rejected it. If neither happens within twenty seconds, the status is 202, which means that
+// the order is pending and that the path in the Location header will return its result.
 //
-// Numbers that are NaN or infinite are null. Errors have a status of 400 or more and the body
-// {"error": "..."}.
+// NaN and infinite numbers are encoded as null. Errors are reported with a status of 400 or above and
+// the body {"error": "..."}.
 package api
 
 import (
@@ -48,8 +48,9 @@ type Float = jsonfloat.Float
 
 // Run is the status of a run.
 //
-// A run is silent if its log has not changed for two minutes although the run has not ended: its
-// program is busy, or it was killed. When the log changes, the run is running again.
+// A run is silent if its log has not changed for two minutes although the run has not ended, either
+// because its program is busy or because it was killed. As soon as the log changes, the run counts as
+// running again.
 type Run struct {
 	ID      string    `json:"id"`
 	Name    string    `json:"name"`
@@ -76,9 +77,10 @@ type Run struct {
 	Speed     Float `json:"tokens_per_s"`      // over the last seconds
 	MeanSpeed Float `json:"mean_tokens_per_s"` // since this process started the run
 	Tokens    int64 `json:"tokens"`            // since this process started the run
-	FLOPs     Float `json:"flops_per_s"`       // over the last seconds, see arch.Config.FLOPs
+	FLOPs     Float `json:"flops_per_s"`       // over the last few seconds; see arch.Config.FLOPs
 
-	// The measured peak of the devices, 0 if unknown, and the fraction of it that the run reaches.
+	// Measured peak performance of the devices (0 if unknown) and the fraction of it that the run
+	// achieves.
 	Ceiling      Float `json:"ceiling_flops_per_s"`
 	CeilingShare Float `json:"ceiling_share"`
 
@@ -96,7 +98,7 @@ type Run struct {
 	Settings map[string]string `json:"settings,omitempty"`
 }
 
-// Card is a GPU of the computer that trains. Values that the GPU does not report are 0.
+// Card describes a GPU of the computer running the training. Values the GPU does not report are 0.
 type Card struct {
 	Index      int    `json:"index"`
 	Name       string `json:"name"`
@@ -105,13 +107,13 @@ type Card struct {
 	PowerLimit Float  `json:"power_limit_w"`
 	Used       uint64 `json:"memory_used_bytes"`
 	Total      uint64 `json:"memory_total_bytes"`
-	Busy       Float  `json:"busy"` // fraction of the time during which a kernel ran, 0 to 1
+	Busy       Float  `json:"busy"` // fraction of time with a kernel running, 0 to 1
 }
 
-// Series contains the curves of a run, one column each. The first six columns have a value per
-// point, and the last four a value per evaluation.
+// Series contains a run's curves, one per column. The first six columns hold one value per point, and
+// the last four one value per evaluation.
 //
-// A point of a long run stands for Stride steps and has their mean loss.
+// In a long run, a point represents Stride steps and holds their mean loss.
 type Series struct {
 	Stride       int     `json:"stride"`
 	Step         []Float `json:"step"`
@@ -138,8 +140,8 @@ type Lattice struct {
 type Layer struct {
 	Name   string `json:"name"`
 	Site   string `json:"site"`            // a blueprints.Site
-	Slots  int    `json:"slots"`           // rows of the weights of a chunk's layer, otherwise 0
-	Group  int    `json:"group,omitempty"` // seeds that a picture keeps in a row, such as a block's
+	Slots  int    `json:"slots"`           // rows of weights in a chunk's layer, otherwise 0
+	Group  int    `json:"group,omitempty"` // seeds drawn in the same row, such as those of a block
 	Stage  []byte `json:"stage"`           // state.Stage
 	Alpha  []byte `json:"alpha"`           // 255 for 1
 	Health []byte `json:"health"`          // 255: all features live; 0: all dead, or NaN or Inf
@@ -166,7 +168,7 @@ type Event struct {
 	Seed   int    `json:"seed"`            // −1 for the run as a whole
 	Place  string `json:"place,omitempty"` // such as "block 3, q", if layer and seed do not suffice
 
-	// A state.EventKind, or Refused for a refused command, Grown for a growth of the model, and
+	// A state.EventKind, or Refused for a rejected command, Grown for a growth of the model, and
 	// Noted for anything else. In these three cases To contains the text.
 	Kind   string `json:"kind"`
 	From   string `json:"from"`
@@ -175,7 +177,7 @@ type Event struct {
 	Reason string `json:"reason,omitempty"`
 }
 
-// Group summarizes the events of one step that differ only in their seed.
+// Group summarizes the events of one step that differ only in the seed.
 type Group struct {
 	Number int       `json:"number"` // starting at 0
 	Step   int       `json:"step"`
@@ -217,8 +219,8 @@ type Seed struct {
 	Alpha       Float  `json:"alpha"`
 	Performance Float  `json:"performance"`
 
-	// Whether the model has been compared with and without the seed. If not, the results of the
-	// comparison are 0.
+	// Compared reports whether the model was compared with and without the seed. If it was not, the
+	// results of the comparison are 0.
 	Compared    bool  `json:"compared"`
 	Stability   Float `json:"stability"`
 	Delta       Float `json:"delta"`
@@ -260,7 +262,7 @@ type Report struct {
 // Control describes what a board permits.
 type Control struct {
 	Allowed bool                `json:"allowed"`
-	Kinds   map[string][]string `json:"kinds,omitempty"` // names of blueprints by site
+	Kinds   map[string][]string `json:"kinds,omitempty"` // blueprint names by site
 }
 
 // Request names the person or program that makes a request, and its reason.
@@ -287,12 +289,12 @@ type Order struct {
 	ID    int    `json:"id"`
 	State string `json:"state"`           // Pending, Done or Refused
 	Done  bool   `json:"done"`            // whether State is Done
-	Error string `json:"error,omitempty"` // reason for the refusal
+	Error string `json:"error,omitempty"` // reason for the rejection
 }
 
 // Telemetry selects what all lattices measure from now on.
 type Telemetry struct {
 	Request
 	Mode  string `json:"mode"`            // Production, Sampling, Debug or Off
-	Every int    `json:"every,omitempty"` // for Sampling: measure one of this number of passes
+	Every int    `json:"every,omitempty"` // for Sampling: measure one in this many passes
 }

@@ -81,8 +81,8 @@ func (c *Client) Reports(ctx context.Context, run string) ([]state.Report, error
 	return reports, nil
 }
 
-// Do carries out commands after the current step. If one of them is refused, none takes effect. Do
-// waits for the end of the step or of ctx.
+// Do carries out commands after the current step. If one of them is rejected, none takes effect. Do
+// waits until the step ends or ctx is done.
 func (c *Client) Do(ctx context.Context, run string, commands ...state.Command) error {
 	return c.order(ctx, run, "commands", Commands{Request{Who: c.Who}, commands})
 }
@@ -133,10 +133,10 @@ func (c *Client) order(ctx context.Context, run, path string, body any) error {
 	return nil
 }
 
-// Follow lets a controller in this process grow the run's model. After every epoch it passes the
-// reports to the controller and sends each of the controller's commands to the run. If the run
-// refuses a command, Follow calls refused, unless that is nil, and continues. Follow returns nil
-// when the run has ended.
+// Follow lets a controller in this process grow the run's model. After every epoch, it passes the
+// reports to the controller and sends each of the resulting commands to the run. If the run rejects a
+// command, Follow calls refused, unless it is nil, and continues. Follow returns nil when the run
+// ends.
 func (c *Client) Follow(ctx context.Context, run string, controller state.Controller,
 	refused func(state.Command, error)) error {
 	if controller == nil {
@@ -182,7 +182,7 @@ func (c *Client) Follow(ctx context.Context, run string, controller state.Contro
 	}
 }
 
-// ErrRefused is wrapped by the errors of requests that the run has refused.
+// ErrRefused is wrapped by the error of every request that the run rejects.
 var ErrRefused = errors.New("refused")
 
 // call sends a request and decodes the answer into to.

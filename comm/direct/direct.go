@@ -1,6 +1,6 @@
-// Package direct lets the GPUs of one host write into each other's memory. The copies are made by
-// copy engines, which do not disturb running kernels, whereas NCCL's kernels would take
-// multiprocessors away from them.
+// Package direct lets the GPUs of one host write into each other's memory. It uses the GPUs' copy
+// engines, which do not disturb running kernels, whereas NCCL's kernels would compete with them for
+// multiprocessors.
 //
 // [New] returns a group with routes ([comm.Route]) that consist of such copies. Ranks synchronize
 // through words in memory: a word signals that data has arrived or that its destination is free. A
@@ -148,7 +148,7 @@ func text(err error) string {
 	return err.Error()
 }
 
-// firstOf returns the first error among the ranks' contributions.
+// firstOf returns the first error among the contributions of the ranks.
 func firstOf(all []vote) error {
 	for r, s := range all {
 		if s.Err != "" {
@@ -180,7 +180,8 @@ func swap[T any](ctx context.Context, w *comm.World, key string, own T) ([]T, er
 	return all, nil
 }
 
-// open allocates the words, with all destinations free, and offers them to the other ranks.
+// open allocates the synchronization words, marks all destinations as free, and offers the words to
+// the other ranks.
 func (g *group) open() (o offer, err error) {
 	err = g.device.Do(func() error {
 		var err error
@@ -279,8 +280,8 @@ func (g *group) shut() error {
 	})
 }
 
-// Abort ends all work. Streams that wait for a word continue with useless results, and Err returns
-// the cause.
+// Abort terminates all work. Streams waiting for a word continue with meaningless results, and Err
+// returns the cause.
 func (g *group) Abort(cause error) {
 	g.Group.Abort(cause)
 	g.aborted.Do(func() { go g.letPass() })
@@ -311,7 +312,7 @@ func (g *group) letPass() {
 			}
 			return g.api.Fill(g.words, ones)
 		})
-		if err != nil { // the context is lost, so no stream waits any more
+		if err != nil { // the context is lost, so no stream is waiting any longer
 			return
 		}
 	}

@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// route is a route that copies into the memory of other ranks.
+// route implements comm.Route by copying into other ranks' memory.
 type route struct {
 	g    *group
 	slot int
@@ -19,7 +19,7 @@ type route struct {
 	open bool // destinations are always free
 }
 
-// used is memory of another rank that a route has mapped.
+// used is another rank's memory, mapped by a route.
 type used struct {
 	rank int
 	at   offer
@@ -31,7 +31,7 @@ type copies struct {
 	pieces []piece
 }
 
-// piece is a single copy.
+// piece is a contiguous range of memory copied to another rank in one operation.
 type piece struct {
 	to, from comm.Ptr
 	bytes    int

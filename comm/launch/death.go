@@ -13,19 +13,20 @@ import (
 type Error struct {
 	// Deaths lists the processes that failed, starting with the one to blame.
 	Deaths []Death
-	// Well is the number of processes that succeeded.
+	// Well is the number of successful processes.
 	Well int
-	// Cause is the external reason for ending the run, if any: the context's cause, or a second signal.
+	// Cause is the external reason for terminating the run, if any: the context's cause, or a second
+	// signal.
 	Cause error
 }
 
 // Death describes how a process failed.
 type Death struct {
 	Rank, PID int
-	// Code is the exit code, or −1 if a signal ended the process.
+	// Code is the exit code, or −1 if a signal terminated the process.
 	Code   int
 	Signal os.Signal
-	// Asked reports whether the process ended because the launcher asked it to.
+	// Asked reports whether the process exited because the launcher asked it to.
 	Asked bool
 	// Last holds the last lines that the process wrote to standard error.
 	Last []string
@@ -33,9 +34,9 @@ type Death struct {
 	ended bool
 }
 
-// guilt orders deaths by how likely they are to be the original failure. The order of the exits says
-// nothing: processes that lose their connection to another process may exit while the system is still
-// cleaning up that process.
+// guilt orders deaths by how likely they are to be the original failure. The order of the exits is no
+// indication, because processes that lose their connection to another one may exit while the system
+// is still cleaning up after it.
 func (d Death) guilt() int {
 	switch {
 	case d.Signal != nil && !d.Asked:

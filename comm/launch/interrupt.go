@@ -13,9 +13,9 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// A Teller writes messages for the user to a terminal or a pipe and never fails. If the terminal has been
-// closed or the pipe has no reader any more, the messages are lost, and the run continues until it has
-// saved its checkpoint.
+// A Teller writes messages for the user to a terminal or a pipe and never fails. If the terminal was
+// closed or nothing reads from the pipe any longer, the messages are lost and the run continues until
+// it has saved its checkpoint.
 type Teller struct{ *os.File }
 
 // Write writes as much of b as possible and reports that it wrote everything.
@@ -27,7 +27,7 @@ func (t Teller) Write(b []byte) (int, error) {
 // WriteString is like Write.
 func (t Teller) WriteString(s string) (int, error) { return t.Write([]byte(s)) }
 
-// An Interruption is the cause of a context that a signal has canceled. It wraps context.Canceled.
+// An Interruption is the cause of a context canceled by a signal. It wraps context.Canceled.
 type Interruption struct{ Signal os.Signal }
 
 func (i Interruption) Error() string { return fmt.Sprintf("signal %v", i.Signal) }
@@ -35,8 +35,8 @@ func (i Interruption) Error() string { return fmt.Sprintf("signal %v", i.Signal)
 // Unwrap returns context.Canceled.
 func (i Interruption) Unwrap() error { return context.Canceled }
 
-// ExitCode returns the exit code for a program's error: 128 plus the number of the signal if the user
-// has interrupted the program, as shells report it, and the result of [comm.ExitCode] otherwise.
+// ExitCode returns the exit code for a program's error. If the user interrupted the program, it is
+// 128 plus the signal number, as in shells; otherwise it is the result of [comm.ExitCode].
 func ExitCode(err error) int {
 	code := comm.ExitCode(err)
 	var i Interruption
@@ -48,13 +48,13 @@ func ExitCode(err error) int {
 	return code
 }
 
-// UntilInterrupt returns a context that is canceled when the user interrupts the program or closes its
-// terminal, so that a run can save. Its cause is an [Interruption]. UntilInterrupt then writes a line to
-// w that announces this. A second interrupt ends the program at once.
+// UntilInterrupt returns a context that is canceled when the user interrupts the program or closes
+// its terminal, so that a run can save. Its cause is an [Interruption], which UntilInterrupt
+// announces by writing a line to w. A second interrupt terminates the program at once.
 //
-// The context is also canceled when the program writes to standard output or standard error and
-// nothing reads from that pipe any more, as after Ctrl-C in "program | tee". A network connection
-// that breaks has no effect, although the system raises the same signal, SIGPIPE.
+// The context is also canceled when the program writes to standard output or standard error after the
+// reader of the pipe has exited, as after Ctrl-C in "program | tee". A network connection that breaks
+// has no effect, although the system raises the same signal, SIGPIPE.
 func UntilInterrupt(w io.Writer) context.Context {
 	ending := []os.Signal{os.Interrupt, syscall.SIGTERM}
 	if !signal.Ignored(syscall.SIGHUP) { // as under nohup

@@ -1,19 +1,18 @@
-// Package launch starts the processes of a run on one host, one for each GPU, and ends them
-// together.
+// Package launch starts a run's processes on one host, one per GPU, and terminates them together.
 //
-// Each process gets what package comm reads: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
-// MASTER_ADDR and MASTER_PORT, as torchrun sets them, and the secret of the run in KASMINA_SECRET.
-// If the job's environment has no secret, a run on a single host gets a random one, and a run on
-// several hosts fails, since all hosts need the same secret. The secret is passed only in the
-// environment, which other users cannot read. Each line of output is prefixed with the rank that
-// wrote it.
+// Each process receives the variables that package comm reads, namely RANK, LOCAL_RANK, WORLD_SIZE,
+// LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them, and the secret of the run in
+// KASMINA_SECRET. If the job's environment contains no secret, a run on a single host gets a random
+// one, whereas a run on several hosts fails, since all hosts need the same secret. The secret is
+// passed only in the environment, which other users cannot read. Each line of output is prefixed with
+// the rank that wrote it.
 //
-// When a process fails, the remaining ones are asked to end (SIGTERM). After the grace time they are
-// killed (SIGKILL), along with any processes that they have started. The [Error] names the process that
-// failed first, the reason, and its last lines.
+// When a process fails, the remaining ones are asked to terminate (SIGTERM). After the grace period
+// they are killed (SIGKILL), along with any processes they started. The [Error] names the process
+// that failed first, the reason, and its last lines.
 //
-// Interrupts and termination requests are forwarded to all processes, which may save and end in their own
-// time. A second one ends the processes in the same way as a failure.
+// Interrupts and termination requests are forwarded to all processes, which may save and exit in
+// their own time. A second one terminates them as a failure does.
 package launch
 
 import (
@@ -51,7 +50,7 @@ type Job struct {
 	Node Node
 	// Stdout and Stderr receive the lines of all processes; nil means os.Stdout and os.Stderr.
 	Stdout, Stderr io.Writer
-	// Grace is the time between asking the processes to end and killing them; 0 means 4 s.
+	// Grace is the time between asking the processes to terminate and killing them; 0 means 4 s.
 	Grace time.Duration
 
 	secret comm.Secret
@@ -66,9 +65,10 @@ type Node struct {
 	MasterPort int
 }
 
-// NodeFromEnvironment identifies this host from the variables that Kubeflow Trainer sets (PET_*) if the
-// program takes the place of torchrun. perNode is 0 if the number of processes is left open ("auto",
-// "gpu" or nothing). found is false if the variables are missing or if the process already has a rank.
+// NodeFromEnvironment identifies this host from the variables (PET_*) that Kubeflow Trainer sets for
+// torchrun, in whose place the program runs. perNode is 0 if the number of processes is left open
+// ("auto", "gpu" or unset). found is false if the variables are missing or if the process already has
+// a rank.
 func NodeFromEnvironment(getenv func(string) string) (n Node, perNode int, found bool, err error) {
 	if getenv == nil {
 		return Node{}, 0, false, errors.New("launch: the function is nil, want os.Getenv")
@@ -144,8 +144,8 @@ func (j *Job) check() error {
 	return nil
 }
 
-// freePort returns a port that is currently unused. If another process takes it in the meantime, rank 0
-// listens on the next one.
+// freePort returns a port that is currently unused. If another process takes it in the meantime, rank
+// 0 listens on the next free one.
 func freePort() (int, error) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -183,14 +183,14 @@ func (j *Job) environment(local int) []string {
 	return append(env, comm.SecretVariable+"="+string(p.Secret))
 }
 
-// Run starts the processes and returns when all have ended and their output has been written. The error
-// is an *[Error] unless the processes could not be started.
+// Run starts the processes and returns when all have exited and their output has been written. The
+// error is an *[Error] unless the processes could not be started.
 func Run(ctx context.Context, j Job) error {
 	if err := j.check(); err != nil {
 		return err
 	}
 
-	// Linux ends the processes when the thread that started them ends.
+	// Linux kills the processes when the thread that started them exits.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	signals := make(chan os.Signal, 16)
@@ -215,12 +215,12 @@ type run struct {
 	exits     chan *process
 	signals   <-chan os.Signal
 	alive     int
-	ending    bool // all processes were asked to end
+	ending    bool // all processes were asked to terminate
 	forced    bool // all processes were killed
 	explained <-chan time.Time
 	force     <-chan time.Time
-	forwarded os.Signal // first forwarded request to end
-	cause     error     // set if the context or a signal ended the run
+	forwarded os.Signal // first forwarded termination request
+	cause     error     // set if the context or a signal terminated the run
 }
 
 // process is one process of a run.
@@ -257,7 +257,7 @@ func (r *run) start() error {
 	return nil
 }
 
-// follow waits for all processes to end.
+// follow waits for all processes to exit.
 func (r *run) follow(ctx context.Context) {
 	done := ctx.Done()
 	for r.alive > 0 {
@@ -279,14 +279,14 @@ func (r *run) follow(ctx context.Context) {
 	}
 }
 
-// ended records the end of a process. If it failed, the remaining processes are ended too.
+// ended records that a process exited. If it failed, the remaining processes are terminated too.
 func (r *run) ended(p *process) {
 	r.alive--
 	p.Code, p.Signal = outcome(p.cmd.ProcessState)
 	p.ended = true
 	p.Asked = r.ending && (p.Signal == nil || p.Signal == syscall.SIGTERM ||
 		p.Signal == syscall.SIGKILL && r.forced)
-	kill(p.cmd.Process) // kills processes that it started and left running
+	kill(p.cmd.Process) // kills any processes it left running
 	if p.err != nil {
 		if r.forwarded != nil && r.cause == nil {
 			r.cause = Interruption{r.forwarded}
@@ -299,11 +299,11 @@ func (r *run) ended(p *process) {
 	}
 }
 
-// explanationWait is the time that the remaining processes get after a process has ended because of
-// another one's failure. The failed process may still be writing the reason.
+// explanationWait is how long the remaining processes may run on after one exits because of another's
+// failure, since the one that failed first may still be writing the reason.
 const explanationWait = 2 * time.Second
 
-// end asks all processes to end, and kills them after the grace time.
+// end asks all processes to terminate, and kills them after the grace period.
 func (r *run) end() {
 	if r.ending {
 		return
@@ -313,8 +313,8 @@ func (r *run) end() {
 	r.force = time.After(r.job.Grace)
 }
 
-// forward forwards a signal to all processes. The second request to end is not forwarded but ends the
-// run.
+// forward forwards a signal to all processes. The second termination request is not forwarded but
+// terminates the run.
 func (r *run) forward(s os.Signal) {
 	if r.forwarded != nil && slices.Contains(requests, s) {
 		r.cause = fmt.Errorf("%w, after %v", Interruption{s}, r.forwarded)

@@ -9,15 +9,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// forwarded lists the signals that are forwarded, and requests the signals among them that request an
-// end.
+// forwarded lists the signals to forward, and requests those among them that request termination.
 var (
 	forwarded = []os.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGUSR1,
 		syscall.SIGUSR2}
 	requests = []os.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP}
 )
 
-// send signals a process and its descendants. A process that has already ended is not an error.
+// send signals a process and its descendants. It is not an error if the process has already exited.
 func send(p *os.Process, s os.Signal) {
 	if number, ok := s.(syscall.Signal); ok {
 		_ = syscall.Kill(-p.Pid, number)
@@ -27,7 +26,7 @@ func send(p *os.Process, s os.Signal) {
 func terminate(p *os.Process) { send(p, syscall.SIGTERM) }
 func kill(p *os.Process)      { send(p, syscall.SIGKILL) }
 
-// outcome returns the exit code of a process, or the signal that ended it.
+// outcome returns a process's exit code, or the signal that terminated it.
 func outcome(s *os.ProcessState) (code int, by os.Signal) {
 	if w, ok := s.Sys().(syscall.WaitStatus); ok && w.Signaled() {
 		return -1, w.Signal()

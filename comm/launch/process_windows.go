@@ -7,8 +7,7 @@ import (
 	"golang.org/x/sys/windows"
 )
 
-// forwarded lists the signals that are forwarded, and requests the signals among them that request an
-// end.
+// forwarded lists the signals to forward, and requests those among them that request termination.
 var (
 	forwarded = []os.Signal{os.Interrupt, syscall.SIGTERM}
 	requests  = forwarded
@@ -18,8 +17,8 @@ func attributes() *syscall.SysProcAttr {
 	return &syscall.SysProcAttr{CreationFlags: windows.CREATE_NEW_PROCESS_GROUP}
 }
 
-// send interrupts a process and its descendants in the process group. Windows has only one such signal,
-// which Go programs receive as an interrupt.
+// send interrupts a process and its descendants in the process group. Windows supports only one such
+// signal, which Go programs receive as an interrupt.
 func send(p *os.Process, _ os.Signal) { terminate(p) }
 
 func terminate(p *os.Process) {

@@ -39,7 +39,7 @@ func init() {
 				}
 			}
 		},
-		// Rank 0 fails, and the remaining ranks refuse to end.
+		// Rank 0 fails, and the remaining ranks refuse to terminate.
 		"stubborn": func(rank int) {
 			signal.Ignore(syscall.SIGTERM, syscall.SIGINT)
 			if rank == 0 {
@@ -156,8 +156,8 @@ func TestKilledRank(t *testing.T) {
 		require.Equal(t, syscall.SIGKILL, e.Deaths[0].Signal)
 		require.ErrorContains(t, e,
 			"was killed by a signal: killed (by a person, or by the kernel because memory ran out")
-		// Each rank reports the killed one, unless it was asked to end before it could. A rank may also
-		// blame another rank that was asked to end.
+		// Each rank reports the killed one, unless it was asked to terminate before it could. A rank
+		// may also blame another rank that was asked to terminate.
 		named := strconv.Itoa(victim)
 		for _, d := range e.Deaths[1:] {
 			if d.Signal != nil {

@@ -2,10 +2,10 @@
 // one process. Tests use it to run any number of ranks without a GPU. Its connections are encrypted
 // and authenticated with the secret of the run, as in package comm.
 //
-// It behaves like NCCL, a thousand times slower: work runs on streams, sends and receives wait for
-// their counterparts, sums depend on the number of ranks, and the loss of a rank makes work fail
-// later, as [Group.Err] reports. In one respect it is stricter: if ranks call different
-// collectives, they get an error that names these, where NCCL would hang or mix up data.
+// It behaves like a thousand times slower NCCL, in that work runs on streams, sends and receives wait
+// for their counterparts, sums depend on the number of ranks, and losing a rank makes work fail
+// later, which [Group.Err] reports. In one respect it is stricter: ranks that call different
+// collectives get an error naming them, where NCCL would hang or mix up data.
 package loopback
 
 import (
@@ -235,8 +235,9 @@ func (g *Group) Batch(f func(c comm.Collectives) error) error {
 	return g.enqueue(c)
 }
 
-// enqueue adds the operations to the stream. Messages are numbered at this point, so that messages
-// of different streams cannot be confused. When a graph runs the work again, it gets new numbers.
+// enqueue adds the operations to the stream. Messages are numbered at this point so that those of
+// different streams cannot be confused. When a graph runs the work again, its messages get new
+// numbers.
 func (g *Group) enqueue(c *calls) error {
 	g.issue.Lock()
 	defer g.issue.Unlock()
@@ -441,7 +442,7 @@ func (g *Group) Err() error {
 	return g.cause
 }
 
-// Abort ends all work.
+// Abort terminates all work.
 func (g *Group) Abort(cause error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()

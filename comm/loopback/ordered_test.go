@@ -81,8 +81,8 @@ func sumOn(t *testing.T, all []rank, batches [][]byte, shards comm.Shards, typ c
 	return results
 }
 
-// TestOrderedSumSameBits checks that a sum of micro-batches has the same bits on 1, 2, 3, 4 and 8
-// ranks, at every rank, whatever the shards.
+// TestOrderedSumSameBits checks that a sum of micro-batches is bit-identical on 1, 2, 3, 4 and 8
+// ranks, at every rank and for any division into shards.
 func TestOrderedSumSameBits(t *testing.T) {
 	rng := newRand(t)
 	groups := map[int][]rank{}

@@ -184,7 +184,7 @@ func (p *peer) readAll(g *Group) {
 // maxBytes is the maximum length of a message's data.
 const maxBytes = 1 << 40
 
-// lost ends the group because the connection to a rank was lost, unless that rank has left
+// lost terminates the group because the connection to a rank was lost, unless that rank left
 // regularly.
 func (g *Group) lost(p *peer, err error) {
 	g.mu.Lock()

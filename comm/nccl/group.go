@@ -1,8 +1,8 @@
 // Package nccl implements [comm.Group] for GPUs with NVIDIA's NCCL, loaded at run time without cgo,
 // toolkit or build tag. Each process uses one GPU.
 //
-// NCCL's own sums depend on the number of ranks and on the algorithm that it chooses; package comm
-// provides sums that do not. Work may be captured in a CUDA graph, and each replay then repeats it.
+// NCCL's own sums depend on the number of ranks and on the algorithm it chooses, whereas package comm
+// provides sums that do not. Work may be captured in a CUDA graph, whose replays then repeat it.
 package nccl
 
 import (
@@ -39,9 +39,9 @@ type Group struct {
 
 var _ comm.Group = (*Group)(nil)
 
-// New creates a communicator of a world's ranks. All ranks must call it. If ctx is done or another
-// rank fails, it returns an error, and the work that NCCL has started is left until the process
-// exits.
+// New creates a communicator for the ranks of w. All ranks must call it. If ctx is done or another
+// rank fails, it returns an error; anything NCCL has already started then keeps running until the
+// process exits.
 func New(ctx context.Context, w *comm.World, d Device) (*Group, error) {
 	a, err := load()
 	if err != nil {
@@ -189,8 +189,7 @@ type call struct {
 	do   func(handle uintptr) result
 }
 
-// list records the collectives of a batch, so that a batch that fails before it is complete
-// enqueues nothing.
+// list records the collectives of a batch, so that a batch that fails halfway enqueues nothing.
 type list struct {
 	g    *Group
 	work []call
@@ -325,7 +324,7 @@ func (g *Group) Err() error {
 	return g.api.check("work of the communicator", g.handle, r)
 }
 
-// Abort ends all work.
+// Abort terminates all work.
 func (g *Group) Abort(cause error) {
 	if g.api != nil {
 		g.end(cause, g.api.CommAbort)

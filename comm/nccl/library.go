@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
-// Variable is the environment variable with the path of NCCL's library or of the folder that
-// contains it. If it is set, no other place is searched.
+// Variable is the name of the environment variable that holds the path of NCCL's library or its
+// directory. If it is set, no other location is searched.
 const Variable = "KASMINA_LIBNCCL"
 
 // uniqueID identifies a communicator. C passes it by value.
@@ -97,7 +97,7 @@ func places(f sharedlib.Finder) []sharedlib.Place {
 	return f.Toolkit(Variable, "libnccl.so.2", "nccl", "libnccl.so.2")
 }
 
-// oldest is the first version with all functions used here.
+// oldest is the first version that provides all functions used here.
 const oldest = 2*10000 + 19*100
 
 // open loads the library at path and checks its version.

@@ -1,9 +1,9 @@
-// Package atomicfile writes files and folders that appear complete or not at all.
+// Package atomicfile writes files and directories that appear complete or not at all.
 //
-// Everything is first written under a temporary name in the destination's folder. If the process is
-// killed, at most such a temporary file or folder remains, and the next write to the same destination
-// removes it. Temporary names are short and do not contain the final name, so every name that the file
-// system allows can be written.
+// Everything is first written under a temporary name next to the destination. If the process is
+// killed, at most a temporary file or directory remains, which the next write to the same destination
+// removes. Temporary names are short and do not contain the final name, so any name the file system
+// allows can be written.
 package atomicfile
 
 import (
@@ -18,10 +18,10 @@ import (
 
 // Write replaces the contents of the file at path with the data that write produces.
 //
-// The data goes to a temporary file in the same folder, which is synced and renamed, and then the
-// folder is synced. If the process is killed at any moment, path still contains either the old or the
-// new file, and after an error the old file is unchanged. If path is a symbolic link, Write replaces
-// the file that it points to.
+// The data goes to a temporary file in the same directory, which is synced and renamed before the
+// directory itself is synced. If the process is killed at any point, path contains either the old or
+// the new file, and after an error the old file is unchanged. If path is a symbolic link, Write
+// replaces the file that it points to.
 func Write(path string, write func(*os.File) error) error {
 	path, err := target(path)
 	if err != nil {
@@ -32,8 +32,8 @@ func Write(path string, write func(*os.File) error) error {
 	return writeTemporary(path, filepath.Base(path), write, os.Rename)
 }
 
-// Create is like [Write] for a file that must not exist. If there is anything at path by the time the
-// contents are complete, Create does not touch it and returns an error that wraps fs.ErrExist.
+// Create is like [Write], but for a file that must not exist. If anything exists at path by the time
+// the contents are complete, Create leaves it alone and returns an error that wraps fs.ErrExist.
 func Create(path string, write func(*os.File) error) error {
 	path, err := target(path)
 	if err != nil {
@@ -47,8 +47,8 @@ func Create(path string, write func(*os.File) error) error {
 	return writeTemporary(path, filepath.Base(path), write, Move)
 }
 
-// WritePart is like [Write] for a file that belongs to the main file at the path of, in the same
-// folder.
+// WritePart is like [Write], but for a file that belongs to the main file at the path of, in the same
+// directory.
 //
 // Its temporary file counts as a temporary file of the main file: WritePart removes no stale files, so
 // that several processes may write parts at once, and the next Write of the main file cleans up after
@@ -112,7 +112,7 @@ func writeTemporary(path, owner string, write func(*os.File) error,
 	return nil
 }
 
-// WriteMkdir is like [Write] and also creates the folders that path needs.
+// WriteMkdir is like [Write], but also creates the directories that path needs.
 func WriteMkdir(path string, write func(*os.File) error) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
 		return err
@@ -120,7 +120,7 @@ func WriteMkdir(path string, write func(*os.File) error) error {
 	return Write(path, write)
 }
 
-// CreateMkdir is like [Create] and also creates the folders that path needs.
+// CreateMkdir is like [Create], but also creates the directories that path needs.
 func CreateMkdir(path string, write func(*os.File) error) error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
 		return err
@@ -128,8 +128,8 @@ func CreateMkdir(path string, write func(*os.File) error) error {
 	return Create(path, write)
 }
 
-// Writable creates the folders that path needs and reports whether [Write] could write a file there:
-// whether the file system takes the name, and whether files can be created in the folder.
+// Writable creates the directories that path needs and reports whether [Write] could write a file
+// there, that is, whether the file system accepts the name and permits files in the directory.
 func Writable(path string) error {
 	if err := checkPath(path); err != nil {
 		return err

@@ -170,8 +170,8 @@ func TestTemporaryStays(t *testing.T) {
 	<-stopped
 }
 
-// TestLongNames checks that every name that the file system allows can be written, and that
-// Writable refuses all other names in advance.
+// TestLongNames checks that every name that the file system allows can be written, and that Writable
+// rejects all other names in advance.
 func TestLongNames(t *testing.T) {
 	text := func(f *os.File) error { _, err := f.WriteString("text"); return err }
 	for _, n := range []int{1, 100, 200, 219, 220, 233, 234, 250, 255, 256, 300} {

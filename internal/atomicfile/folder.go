@@ -10,14 +10,14 @@ import (
 	"github.com/kasmina-go/kasmina/internal/failpoint"
 )
 
-// CreateFolder creates a folder at path, along with any missing parents. The function fill creates its
-// contents in a temporary folder next to path, which is renamed when it is complete.
+// CreateFolder creates a directory at path, along with any missing parents. The function fill creates
+// its contents in a temporary directory next to path, which is renamed when complete.
 //
-// Until then, the folder at path must not exist or must be empty. If anything else appears there
-// before the rename, CreateFolder does not touch it and returns an error that wraps fs.ErrExist.
+// Until then, path must not exist or must be an empty directory. If anything else appears there
+// before the rename, CreateFolder leaves it alone and returns an error that wraps fs.ErrExist.
 //
-// On file systems that cannot lock folders, and on Windows, the temporary folder of a killed process
-// remains until it is deleted manually.
+// On Windows, and on file systems that cannot lock directories, a killed process's temporary
+// directory remains until it is deleted manually.
 func CreateFolder(path string, fill func(dir string) error) (err error) {
 	path = filepath.Clean(path)
 	if target, err := filepath.EvalSymlinks(path); err == nil {
@@ -61,8 +61,8 @@ func CreateFolder(path string, fill func(dir string) error) (err error) {
 	return syncDir(filepath.Dir(path))
 }
 
-// Vacant returns an error if [CreateFolder] could not create a folder at path, because there is
-// something other than an empty folder or because the name is not possible.
+// Vacant returns an error if [CreateFolder] could not create a folder at path, because something
+// other than an empty directory exists there or because the name is not allowed.
 func Vacant(path string) error {
 	info, err := os.Lstat(path)
 	switch {
@@ -87,8 +87,8 @@ func Vacant(path string) error {
 	return nil
 }
 
-// createTemporaryFolder creates and claims a temporary folder. It is claimed until release is called
-// or the process ends.
+// createTemporaryFolder creates and claims a temporary directory. It is claimed until release is
+// called or the process ends.
 func createTemporaryFolder(dir, owner string) (name string, release func() error, err error) {
 	for {
 		name = filepath.Join(dir, newName(owner))
@@ -120,14 +120,14 @@ func createTemporaryFolder(dir, owner string) (name string, release func() error
 	}
 }
 
-// publishFolder renames a complete folder to path, where there may be an empty folder.
+// publishFolder renames a complete directory to path, replacing an empty directory if there is one.
 func publishFolder(from, path string) error {
 	err := Move(from, path)
 	if !errors.Is(err, fs.ErrExist) {
 		return err
 	}
 
-	// Removing a folder fails unless it is empty.
+	// Removing a directory fails unless it is empty.
 	if Vacant(path) != nil || os.Remove(path) != nil {
 		return fmt.Errorf("%w: somebody else has written there meanwhile; choose another name", err)
 	}

@@ -5,13 +5,13 @@ import (
 	"os"
 )
 
-// Move renames a file or a folder to a path in the same file system. Unlike os.Rename it never
-// replaces anything: if there is something at the new path, even a file that appeared a moment ago,
-// Move changes nothing and returns an error that wraps fs.ErrExist.
+// Move renames a file or a directory to a path in the same file system. Unlike os.Rename, it never
+// replaces anything. If something exists at the new path, even a file that has just appeared, Move
+// changes nothing and returns an error that wraps fs.ErrExist.
 //
-// Linux, macOS and Windows do this in one step. Elsewhere, and on file systems that cannot, a file
-// gets its new name as a second link before it loses the old one, and if the process is killed between
-// the two steps, both names remain.
+// Linux, macOS and Windows do this atomically. Elsewhere, and on file systems that cannot, the new
+// name is added as a second link before the old one is removed, so both names remain if the process
+// is killed in between.
 func Move(from, to string) error {
 	err := renameNew(from, to)
 	if !errors.Is(err, errors.ErrUnsupported) {
@@ -37,8 +37,8 @@ func Move(from, to string) error {
 	return os.Remove(from)
 }
 
-// moveFolder moves a folder by means of an empty folder that only this process can have created:
-// renaming a folder over another one fails unless that is empty.
+// moveFolder moves a directory over an empty one that only this process can have created, since
+// renaming a directory over another one fails unless the latter is empty.
 func moveFolder(from, to string) error {
 	if err := os.Mkdir(to, 0o777); err != nil {
 		return err

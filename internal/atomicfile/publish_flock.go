@@ -11,15 +11,15 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
-// claim locks f until f is closed, which the kernel also does for a process that dies. It fails if
+// claim locks f until f is closed, which the kernel also does when a process dies. It fails if
 // removeUnclaimed has locked f in order to remove it.
 //
-// File systems without locks refuse removeUnclaimed its lock as well, so nothing is removed there.
+// File systems without locks deny removeUnclaimed its lock as well, so nothing is removed there.
 func claim(f *os.File) bool {
 	return syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) != syscall.EWOULDBLOCK
 }
 
-// removeUnclaimed removes a temporary file or folder unless a running process has claimed it.
+// removeUnclaimed removes a temporary file or directory unless a running process has claimed it.
 func removeUnclaimed(name string, folder bool) {
 	f, err := openTemporary(name, folder)
 	if err != nil {
@@ -46,7 +46,7 @@ func openTemporary(name string, folder bool) (*os.File, error) {
 	return f, err
 }
 
-// publish renames the synced file f to path and syncs the folder. f stays claimed until it has its
+// publish renames the synced file f to path and syncs the directory. f stays claimed until it has its
 // new name.
 func publish(f *os.File, path string, rename func(from, to string) error) error {
 	if err := rename(f.Name(), path); err != nil {
@@ -58,7 +58,7 @@ func publish(f *os.File, path string, rename func(from, to string) error) error 
 	return syncDir(filepath.Dir(path))
 }
 
-// syncDir makes renames within a folder durable.
+// syncDir makes renames within a directory durable.
 func syncDir(path string) error {
 	dir, err := os.Open(path)
 	if err != nil {
@@ -66,7 +66,7 @@ func syncDir(path string) error {
 	}
 	defer dir.Close()
 
-	// Some file systems cannot sync folders and say so with EINVAL.
+	// Some file systems cannot sync directories and report this with EINVAL.
 	if err := dir.Sync(); err != nil && !errors.Is(err, syscall.EINVAL) {
 		return err
 	}

@@ -4,5 +4,6 @@ package atomicfile
 
 import "errors"
 
-// renameNew returns errors.ErrUnsupported: these systems always replace a file.
+// renameNew returns errors.ErrUnsupported, because renames always replace existing files on these
+// systems.
 func renameNew(from, to string) error { return errors.ErrUnsupported }

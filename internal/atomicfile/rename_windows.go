@@ -25,7 +25,7 @@ func renameNew(from, to string) error {
 	}
 
 	if _, there := os.Lstat(to); there == nil && !errors.Is(err, windows.ERROR_SHARING_VIOLATION) {
-		err = os.ErrExist // Windows says "access denied" where there is a folder
+		err = os.ErrExist // Windows reports "access denied" if a directory exists there
 	}
 
 	return &os.LinkError{Op: "rename", Old: from, New: to, Err: err}

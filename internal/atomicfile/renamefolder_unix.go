@@ -7,7 +7,7 @@ import (
 	"syscall"
 )
 
-// renameFolder renames a folder over an empty one, which os.Rename refuses to do.
+// renameFolder renames a directory over an empty one, which os.Rename refuses to do.
 func renameFolder(from, to string) error {
 	if err := syscall.Rename(from, to); err != nil {
 		return &os.LinkError{Op: "rename", Old: from, New: to, Err: err}

@@ -19,11 +19,11 @@ const (
 	randomDigits = 16
 )
 
-// LongestTemporary is a name of the length that the names of temporary files and folders have.
+// LongestTemporary is a name as long as the names of temporary files and directories.
 const LongestTemporary = ".kasmina-00000000-0000000000000000.tmp"
 
-// prefixOf returns the beginning of the temporary names of an owner, which is the base name of a
-// file or folder.
+// prefixOf returns the beginning of the temporary names of an owner, which is the base name of a file
+// or directory.
 func prefixOf(owner string) string {
 	sum := sha256.Sum256([]byte(owner))
 	return namePrefix + hex.EncodeToString(sum[:hashDigits/2]) + "-"
@@ -36,8 +36,8 @@ func newName(owner string) string {
 	return prefixOf(owner) + hex.EncodeToString(random[:]) + nameSuffix
 }
 
-// IsTemporary reports whether a file name has the form of the names that this package gives to
-// temporary files and folders.
+// IsTemporary reports whether a name has the form that this package uses for temporary files and
+// directories.
 func IsTemporary(name string) bool {
 	hash, random, ok := strings.Cut(strings.TrimPrefix(name, namePrefix), "-")
 	random, suffixed := strings.CutSuffix(random, nameSuffix)
@@ -50,7 +50,7 @@ func isHex(s string, digits int) bool {
 	return err == nil && len(s) == digits
 }
 
-// createTemporary creates and claims a temporary file of an owner in a folder.
+// createTemporary creates and claims an owner's temporary file in a directory.
 func createTemporary(dir, owner string) (*os.File, error) {
 	for {
 		name := filepath.Join(dir, newName(owner))
@@ -74,8 +74,8 @@ func createTemporary(dir, owner string) (*os.File, error) {
 	}
 }
 
-// claimTemporary claims the open file or folder f, so that clean doesn't remove it. It returns false
-// if another process has removed it a moment before.
+// claimTemporary claims the open file or directory f, so that clean doesn't remove it. It returns
+// false if another process has just removed f.
 func claimTemporary(f *os.File, name string) (bool, error) {
 	if !claim(f) {
 		return false, nil
@@ -88,17 +88,17 @@ func claimTemporary(f *os.File, name string) (bool, error) {
 	return err == nil && os.SameFile(mine, current), nil
 }
 
-// Clean removes the temporary files and folders left by killed writers of the file or folder at
-// path, or of its parts. It ignores files that cannot be removed, because no write depends on it.
+// Clean removes the temporary files and directories left by killed writers of the file or directory
+// at path, or of its parts. It ignores files that cannot be removed, because no write depends on it.
 func Clean(path string) {
 	clean(filepath.Dir(path), prefixOf(filepath.Base(path)))
 }
 
-// CleanFolder removes the temporary files and folders in a folder that killed writers have left,
+// CleanFolder removes the temporary files and directories that killed writers left in a directory,
 // whatever they were writing.
 func CleanFolder(dir string) { clean(dir, "") }
 
-// clean removes the temporary files and folders that begin with a prefix, or all.
+// clean removes the temporary files and directories that begin with a prefix, or all of them.
 func clean(dir, prefix string) {
 	entries, _ := os.ReadDir(dir)
 	for _, e := range entries {

@@ -1,5 +1,5 @@
-// Package bounded tests functions that read files: whatever a file contains, a reader must use
-// memory in proportion to the size of the file, and must finish.
+// Package bounded tests functions that read files. Whatever a file contains, a reader must terminate
+// and must use memory in proportion to the file's size.
 package bounded
 
 import (
@@ -9,14 +9,14 @@ import (
 )
 
 const (
-	// PerByte is the number of bytes that a reader may allocate per byte of its file, including
-	// memory that is freed again.
+	// PerByte is the number of bytes a reader may allocate per byte of its file, including memory it
+	// frees again.
 	PerByte = 4
-	// Constant is the number of bytes that it may allocate in addition, for buffers, tables and
+	// Constant is the number of bytes a reader may allocate in addition, for buffers, tables and
 	// errors.
 	Constant = 4 << 20
-	// patience is the time limit for reading the files that tests create. It is a thousand times the
-	// time that an idle computer takes, so that only an endless loop exceeds it.
+	// patience is the time limit for reading the files that tests create. It is a thousand times what
+	// an idle computer needs, so only an endless loop exceeds it.
 	patience = 2 * time.Minute
 )
 

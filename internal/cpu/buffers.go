@@ -2,7 +2,7 @@ package cpu
 
 import "sync"
 
-// buffers is working memory of a call, which is kept for later calls.
+// buffers is a call's working memory, which later calls reuse.
 type buffers[T Float] struct {
 	t   []T
 	f64 []float64

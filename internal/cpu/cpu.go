@@ -1,14 +1,13 @@
 // Package cpu provides the common basis of the ops' CPU kernels: the detection of the instruction
 // set, the team of goroutines over which work is spread, and temporary memory.
 //
-// The kernels themselves are in the folders below, one family each. They are plain loops over
-// slices that read like the formulas, for float32 and float64, with rows or heads spread over the
-// cores. They know nothing of graphs, nodes or tensors. Callers check shapes, so the kernels do
-// not.
+// The kernels themselves are in subdirectories, one for each family. They are plain loops over slices
+// that read like the formulas, for float32 and float64, with rows or heads spread over the cores.
+// They know nothing of graphs, nodes or tensors, and rely on their callers to check shapes.
 //
-// Results do not depend on the number of cores: a sum is always formed by one goroutine in one
-// order, or from partial sums over fixed blocks that are added in a fixed order. The same inputs
-// give the same bits on every run.
+// Results do not depend on the number of cores, because every sum is formed either by one goroutine
+// in a fixed order or from partial sums over fixed blocks, added in a fixed order. Equal inputs
+// therefore give bit-identical results on every run.
 package cpu
 
 import (
@@ -94,8 +93,8 @@ func Spread[A any, P spans[A]](n, grain int, a A) {
 	pool.(*sync.Pool).Put(c)
 }
 
-// Panic holds the value of a panic on another goroutine than the caller's, and the stack of that
-// goroutine.
+// Panic holds the value of a panic on a goroutine other than the caller's, and that goroutine's
+// stack.
 type Panic struct {
 	Value any
 	Stack []byte

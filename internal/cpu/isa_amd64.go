@@ -14,5 +14,5 @@ func detectISA() ISA {
 	return Generic
 }
 
-// HasBF16 reports whether the machine has AVX-512 instructions for pairs of bfloat16.
+// HasBF16 reports whether the machine has AVX-512 instructions for bfloat16 pairs.
 func HasBF16() bool { return cpu.X86.HasAVX512BF16 && cpu.X86.HasAVX512BW }

@@ -2,11 +2,11 @@ package cpu
 
 import "sync/atomic"
 
-// Stop lets callers end a kernel early; its results are then undefined. A nil *Stop never ends one.
-// Its methods may be called from any goroutine.
+// Stop lets callers interrupt a kernel, whose results are then undefined. A nil *Stop never
+// interrupts one. Its methods may be called from any goroutine.
 type Stop struct{ asked atomic.Bool }
 
-// Ask requests the kernels with s to end.
+// Ask asks the kernels using s to return early.
 func (s *Stop) Ask() { s.asked.Store(true) }
 
 // Asked reports whether Ask has been called.

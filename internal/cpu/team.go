@@ -19,7 +19,7 @@ type team struct {
 }
 
 const (
-	closed = 1 << 29 // all spans have started: late helpers are turned away and not waited for
+	closed = 1 << 29 // all spans have started, so late helpers are turned away and not waited for
 	asleep = 1 << 30
 )
 
@@ -51,9 +51,10 @@ func (t *team) divide(n, grain, workers int, f func(lo, hi int)) {
 	t.helpers.Store(0) // opens the team, even to helpers recruited for an earlier call
 }
 
-// Waking a sleeping thread takes tens of microseconds, longer than many kernels. Helpers without
-// work therefore keep looking for more before they sleep, at most as many as there are cores, and
-// leaders keep looking for the end of their helpers' work. rounds pauses last some 50 microseconds.
+// Waking a sleeping thread takes tens of microseconds, longer than many kernels. Idle helpers, at
+// most as many as there are cores, therefore keep looking for work before they sleep, and leaders
+// poll for the completion of their helpers' work. A total of rounds pauses lasts about 50
+// microseconds.
 const rounds = 1000
 
 var (
@@ -96,8 +97,9 @@ func (t *team) recruit() {
 	}
 }
 
-// hire reports whether another helper may be started, and counts it. There are at most as many as
-// cores, no matter how many goroutines call Parallel. Helpers stay even if GOMAXPROCS decreases.
+// hire reports whether another helper may be started, and counts it. There are at most as many
+// helpers as cores, no matter how many goroutines call Parallel. Helpers stay even if GOMAXPROCS
+// decreases.
 func hire() bool {
 	most := int32(min(runtime.GOMAXPROCS(0), maxHelpers))
 	for {

@@ -10,9 +10,9 @@ type Point struct{ X, Y float64 }
 //
 //	Y = level − fall·ln(X)
 //
-// by least squares to the part of a curve from two thirds of its last X on: the loss of a run falls
-// by about the same amount each time the spending grows by the same factor. ok is false if fewer
-// than four points have a positive X, or if all are at one X.
+// by least squares to the part of a curve from two thirds of its last X onward, because the loss of a
+// run falls by about the same amount each time the spending grows by the same factor. ok is false if
+// fewer than four points have a positive X, or if all share one X.
 func Trend(points []Point) (fall, level float64, ok bool) {
 	if len(points) == 0 {
 		return 0, 0, false
@@ -52,12 +52,12 @@ func (l Law) At(x float64) float64 { return l.level + l.gain*math.Pow(min(x, l.u
 // logarithm up to rounding.
 const leastPower, mostPower, powers = 0.02, 3, 64
 
-// Fit returns the law that fits best, by least squares, the points from a third of the last X on.
+// Fit returns the law that best fits, by least squares, the points from a third of the last X onward.
 //
-// ok is false if these are fewer than eight points, if they are all at about one X, or if the loss
-// does not fall. It is also false if a law fitted to the first two thirds would not have predicted
-// the last third: early in a run, or after a change of the learning rate, the loss does not follow
-// a law yet.
+// ok is false if there are fewer than eight such points, if they all share about the same X, or if
+// the loss does not fall. It is also false if a law fitted to the first two thirds would have failed
+// to predict the last third, as happens early in a run or after a change of the learning rate, when
+// the loss does not follow a law yet.
 func Fit(points []Point) (best Law, ok bool) {
 	if best, ok = fit(points); !ok {
 		return best, false

@@ -24,7 +24,7 @@ func Add(curve []Progress, p Progress) []Progress {
 	return append(curve, p)
 }
 
-// Check returns an error unless a run at the given epoch can have the curve.
+// Check returns an error unless the curve is possible for a run at the given epoch.
 func Check(curve []Progress, epoch uint32) error {
 	if len(curve) > MaxLength {
 		return fmt.Errorf("the curve has %d points, want at most %d", len(curve), MaxLength)

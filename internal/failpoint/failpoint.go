@@ -7,8 +7,8 @@ import "sync/atomic"
 
 var hook atomic.Pointer[func(point, path string)]
 
-// Reach calls the hook, if a test has set one, at a named point. The path is the file or folder being
-// worked on, or empty.
+// Reach calls the hook that a test has set, if any, with a point's name. The path is the file or
+// directory being worked on, or empty.
 func Reach(point, path string) {
 	if f := hook.Load(); f != nil {
 		(*f)(point, path)

@@ -26,7 +26,7 @@ type Panel struct {
 }
 
 // Write draws panels, the first one on top, as a PNG picture of the given size at path. It creates
-// the folders of path. A reader of the file sees the old picture or the new one.
+// missing directories. Concurrent readers of the file see either the old or the new picture.
 func Write(path string, width, height vg.Length, panels ...Panel) error {
 	if len(panels) == 0 {
 		return errors.New("figure: Write: no panels")
@@ -72,7 +72,7 @@ func Layout(canvas draw.Canvas, panels ...Panel) []draw.Canvas {
 }
 
 // align narrows the canvases until their frames have the same edges. The width of a plot's labels
-// depends a little on the width of its canvas, so one pass does not suffice.
+// depends slightly on the width of its canvas, so one pass does not suffice.
 func align(all []draw.Canvas, panels []Panel) {
 	for range 4 {
 		left, right := all[0].Min.X, all[0].Max.X

@@ -32,8 +32,8 @@ func panel(t *testing.T, height, share float64) Panel {
 	return Panel{p, share}
 }
 
-// TestLayout checks that frames of plots with labels of different widths have the same left and right
-// edges, and that nothing of a panel is outside of the figure.
+// TestLayout checks that the frames of plots whose labels differ in width have the same left and
+// right edges, and that no part of a panel lies outside the figure.
 func TestLayout(t *testing.T) {
 	panels := []Panel{panel(t, 1.25, 3), panel(t, 10, 1), panel(t, 123456789, 2)}
 	canvas := draw.New(vgimg.New(7*vg.Inch, 6*vg.Inch))

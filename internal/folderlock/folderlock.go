@@ -1,4 +1,4 @@
-// Package folderlock reserves a folder for one program at a time.
+// Package folderlock reserves a directory for one program at a time.
 package folderlock
 
 import (
@@ -8,13 +8,13 @@ import (
 	"sync"
 )
 
-// ErrInUse is wrapped by the error for a folder that another program has claimed.
+// ErrInUse is wrapped by the error for a directory that another program has claimed.
 var ErrInUse = errors.New("another program writes to this folder now")
 
-// name is the file that is locked on file systems that cannot lock folders.
+// name is the file to lock on file systems that cannot lock directories.
 const name = ".kasmina.lock"
 
-// A claim is a folder that this program has reserved, however many callers have asked for it.
+// A claim is a directory reserved by this program, possibly for several callers.
 type claim struct {
 	folder os.FileInfo
 	users  int
@@ -26,12 +26,12 @@ var (
 	claims []*claim
 )
 
-// Claim reserves an existing folder for this program until everybody in the program who has claimed
-// the folder has called release, or until the program ends, however it ends. Calling release more
-// than once has no further effect.
+// Claim reserves an existing directory for this program until every caller that claimed it has called
+// release, or until the program exits for any reason. Calling release more than once has no further
+// effect.
 //
-// The error is ErrInUse if another program has claimed the folder, and wraps errors.ErrUnsupported
-// where neither the folder nor a file in it can be locked.
+// The error is ErrInUse if another program has claimed the directory. It wraps errors.ErrUnsupported
+// if neither the directory nor a file in it can be locked.
 func Claim(dir string) (release func() error, err error) {
 	mu.Lock()
 	defer mu.Unlock()
@@ -80,6 +80,6 @@ func (c *claim) release() error {
 	return c.unlock()
 }
 
-// IsLock reports whether a file has the name that Claim uses for its lock file where folders cannot be
-// locked.
+// IsLock reports whether a file name is the one Claim uses for its lock file where directories cannot
+// be locked.
 func IsLock(file string) bool { return file == name }

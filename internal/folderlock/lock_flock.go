@@ -10,8 +10,8 @@ import (
 	"syscall"
 )
 
-// lock locks the folder itself, without creating a file in it. Network file systems lock only files
-// that are open for writing: there it locks a file in the folder.
+// lock locks the directory itself, without creating a file in it. On network file systems, which lock
+// only files open for writing, it locks a file in the directory instead.
 func lock(dir string) (unlock func() error, err error) {
 	f, err := os.Open(dir)
 	if err == nil {
@@ -39,7 +39,7 @@ func lockFile(path string) (unlock func() error, err error) {
 			return nil, err
 		}
 
-		// The program that had the lock may have removed the file since it was opened.
+		// The program that held the lock may have removed the file since it was opened.
 		locked, err := f.Stat()
 		if err != nil {
 			return nil, errors.Join(err, f.Close())

@@ -13,7 +13,7 @@ const (
 	hidden           = syscall.FILE_ATTRIBUTE_HIDDEN
 )
 
-// lock holds a hidden file of the folder open exclusively. The system deletes the file when it is
+// lock holds a hidden file in the directory open exclusively. The system deletes the file when it is
 // closed, which also happens when the process dies.
 func lock(dir string) (unlock func() error, err error) {
 	path := filepath.Join(dir, name)

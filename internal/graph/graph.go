@@ -10,8 +10,8 @@ import (
 	"gorgonia.org/gorgonia"
 )
 
-// Asked holds the parameters and outputs that a machine was told about. Runs also compute nodes
-// that no other node needs.
+// Asked holds the parameters and outputs declared to a machine. Runs also compute nodes that no other
+// node needs.
 type Asked struct {
 	Params  gorgonia.Nodes // inputs that are parameters
 	Outputs gorgonia.Nodes // nodes with values that must outlive a run
@@ -37,7 +37,7 @@ func (a *Asked) AddOutputs(outputs ...*gorgonia.Node) error {
 	return nil
 }
 
-// Within returns an error unless all named nodes are in the graph.
+// Within returns an error unless all declared nodes are in the graph.
 func (a *Asked) Within(g *gorgonia.ExprGraph) error {
 	all := map[*gorgonia.Node]bool{}
 	for _, n := range g.AllNodes() {
@@ -59,8 +59,7 @@ func (a *Asked) Within(g *gorgonia.ExprGraph) error {
 	return nil
 }
 
-// Gradients returns the parameters by the node of their gradient, which several parameters can
-// share.
+// Gradients returns the parameters keyed by gradient node, which several parameters can share.
 func (a *Asked) Gradients() map[*gorgonia.Node]gorgonia.Nodes {
 	of := map[*gorgonia.Node]gorgonia.Nodes{}
 	for _, p := range a.Params {

@@ -7,9 +7,9 @@ import (
 )
 
 // Layers determines the layers of nodes, for errors and profiles. A node that reads a parameter
-// belongs to the layer in the parameter's name, and any other node to the layer of its last
-// computed input. For example, attention belongs to the layer that projects its queries, and a sum
-// of gradients to the layer of its last term.
+// belongs to the layer named in the parameter's name, while any other node belongs to the layer of
+// its last computed input. For example, attention belongs to the layer that projects its queries, and
+// a sum of gradients to the layer of its last term.
 type Layers struct {
 	// IsParam reports whether an input is a parameter.
 	IsParam func(n *gorgonia.Node) bool

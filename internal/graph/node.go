@@ -12,8 +12,8 @@ import (
 func Children(n *gorgonia.Node) gorgonia.Nodes {
 	g := n.Graph()
 
-	// Gorgonia removes nodes, for example in Log(Sigmoid(x)), and afterwards finds the wrong nodes in
-	// their place.
+	// Gorgonia removes nodes, for example in Log(Sigmoid(x)), and would then return the wrong nodes
+	// in their place.
 	if g.Node(n.ID()) != n {
 		g = g.ExactSubgraphRoots(n)
 	}
@@ -37,7 +37,8 @@ func HasValue(n *gorgonia.Node) error {
 	return nil
 }
 
-// IsInput reports whether a node has its value before a run: whether it is an input or a constant.
+// IsInput reports whether a node's value exists before a run, that is, whether it is an input or a
+// constant.
 func IsInput(n *gorgonia.Node) bool { return n.Op() == nil || IsConstant(n) }
 
 // IsConstant reports whether n is a constant of Gorgonia, which stores its value in the op.

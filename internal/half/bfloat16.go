@@ -2,7 +2,7 @@ package half
 
 import "math"
 
-// BFloat16 is the upper half of a float32: it has the range of float32, 1e-38 to 3e38, with a
+// BFloat16 is the upper half of a float32. It covers the range of float32, 1e-38 to 3e38, with a
 // relative spacing of 2⁻⁷.
 type BFloat16 uint16
 

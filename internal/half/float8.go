@@ -6,8 +6,8 @@ import "math"
 const MaxE4M3 = 448
 
 // E4M3 returns the 8-bit floating-point number nearest to v, ties to even: a sign, 4 bits of exponent
-// with a bias of 7, and 3 bits of mantissa. Numbers beyond ±[MaxE4M3], including infinities, become
-// ±MaxE4M3. NaN has all bits set except the sign.
+// with a bias of 7, and 3 bits of mantissa. Numbers beyond ±[MaxE4M3], including infinities, saturate
+// at ±MaxE4M3. In a NaN, all bits except the sign are set.
 //
 // The format is E4M3 of Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
 func E4M3(v float32) byte {

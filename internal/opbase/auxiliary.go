@@ -40,7 +40,7 @@ func (a *Aux) Len() (tensor.Dtype, int) {
 	return tensor.Float32, len(a.f32)
 }
 
-// Lend makes a use memory, a []float32 or []float64, or none if memory is nil.
+// Lend makes a use the given memory, a []float32 or []float64, or withdraws it if memory is nil.
 func (a *Aux) Lend(memory any) {
 	a.f32, _ = memory.([]float32)
 	a.f64, _ = memory.([]float64)

@@ -24,7 +24,7 @@ type derivative struct {
 
 // DoDiff adds to the gradients of the inputs the contribution of the output's gradient, using the
 // backward op that SymDiff returns. Gorgonia's LispMachine calls it. An op without SymDiff accepts
-// a gradient of 0 and fails for any other; on a GPU every op fails.
+// only a gradient of 0, and on a GPU every op fails.
 func (b *Base) DoDiff(ctx gorgonia.ExecutionContext, inputs gorgonia.Nodes,
 	output *gorgonia.Node) error {
 	if err := b.doDiff(ctx, inputs, output); err != nil {

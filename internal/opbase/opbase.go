@@ -2,9 +2,9 @@
 // do not depend on the computation, such as type, shape, hash, allocation and access to the memory
 // of values.
 //
-// An op embeds [Base], which makes it a gorgonia.Op, and adds its configuration, DiffWRT and
-// SymDiff. Gorgonia does not support ops with several results. Such an op returns its results
-// packed in a flat vector, and [Unpack] creates a node for each of them.
+// An op embeds [Base], which makes it a gorgonia.Op, and adds its configuration, DiffWRT and SymDiff.
+// Since Gorgonia does not support ops with several results, such ops pack theirs in a flat vector,
+// from which [Unpack] creates a node for each.
 package opbase
 
 import (
@@ -46,7 +46,7 @@ type Base struct {
 	forward      *Base // only in a backward op
 	self         gorgonia.Op
 	derivative   *derivative
-	stop         *cpu.Stop // set during a run that may end early
+	stop         *cpu.Stop // set during a run that may return early
 	f32          func(out []float32, in Args) error
 	f64          func(out []float64, in Args) error
 }
@@ -105,10 +105,11 @@ func (b *Base) Run(out any, in Args) error {
 	return nil
 }
 
-// Stop returns the Stop that may end the current run early, or nil.
+// Stop returns the Stop that may interrupt the current run, or nil.
 func (b *Base) Stop() *cpu.Stop { return b.stop }
 
-// RunUntil is like Run, but a long-running op ends early with an undefined result once stop is set.
+// RunUntil is like Run, but a long-running op returns early, with an undefined result, once stop is
+// set.
 func (b *Base) RunUntil(stop *cpu.Stop, out any, in Args) error {
 	b.stop = stop
 	defer func() { b.stop = nil }()

@@ -9,9 +9,9 @@ import (
 	"gorgonia.org/gorgonia/cuda"
 )
 
-// CUDA computes an op on an engine of Gorgonia's CUDA machine, which owns the memory of the inputs and
-// the result. kept is storage that the function may use from call to call. All previous work of the
-// engine has finished. CUDA reports whether it supports the op.
+// CUDA computes an op on an engine of Gorgonia's CUDA machine, which owns the memory of the inputs
+// and the result. kept is storage that the function may reuse from call to call. All previous work of
+// the engine has finished. CUDA reports whether it supports the op.
 //
 // cudaops sets it, because this package and the ops do not depend on CUDA: a program that imports
 // cudaops computes ops with its kernels, and other programs on the CPU. Both use the same memory,

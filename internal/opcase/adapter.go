@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// lowRankAdapter is a frozen linear layer with an adapter next to it, x·wᵀ + s·(x·aᵀ)·bᵀ, which machines
+// lowRankAdapter is a frozen linear layer with a parallel adapter, x·wᵀ + s·(x·aᵀ)·bᵀ, which machines
 // compute in fewer passes.
 var lowRankAdapter = &Op{
 	Name: "LowRankAdapter",

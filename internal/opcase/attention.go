@@ -90,7 +90,7 @@ func attentionCase(r *rand.Rand, batch int, c op.AttentionConfig, documents bool
 }
 
 // starts returns the starts of documents of random lengths, in sequences of seq tokens. The first
-// document takes at least half a sequence, because in documents of one token queries and keys have no
+// document spans at least half a sequence, because one-token documents give queries and keys no
 // gradients to compare.
 func starts(r *rand.Rand, sequences, seq int) Input {
 	x := make([]int, sequences*seq)

@@ -31,7 +31,7 @@ var crossEntropy = &Op{
 	},
 }
 
-// crossEntropyCase returns a case with random targets of at least low. Targets below 0 do not count.
+// crossEntropyCase returns a case with random targets of at least low. Targets below 0 are ignored.
 func crossEntropyCase(r *rand.Rand, rows, vocab, low int) Case {
 	return Case{In: []Input{Normal(r, rows, vocab), targets(r, rows, vocab, low)},
 		Build: func(in gorgonia.Nodes) (*gorgonia.Node, error) {

@@ -22,8 +22,8 @@ var kasminaLayer = &Op{
 	},
 }
 
-// kasminaCase returns a layer with all seeds grafting at α ½. The seeds take turns among the four kinds
-// with a weight for each feature.
+// kasminaCase returns a layer with all seeds grafting at α ½. The seeds cycle through the four kinds
+// with one weight per feature.
 func kasminaCase(r *rand.Rand, rows, d, seeds int) (Case, error) {
 	lattice, err := state.NewLattice(seeds, d, state.WithoutGates())
 	if err != nil {

@@ -13,7 +13,7 @@ var siluMLP = gatedMLP("SiLUMLP", op.SiLUMLP, silu, stockSiLUMLP)
 
 var geluMLP = gatedMLP("GELUMLP", op.GELUMLP, gelu, nil)
 
-// gatedMLP returns the entry of a gated perceptron with the given activation of the gate.
+// gatedMLP returns the entry of a gated MLP with the given gate activation.
 func gatedMLP(name string, build func(x, gate, up, down *gorgonia.Node) (*gorgonia.Node, error),
 	gate func(float64) float64,
 	stock func(in gorgonia.Nodes, shape []int) (*gorgonia.Node, error)) *Op {

@@ -15,7 +15,7 @@ import (
 	"gorgonia.org/tensor"
 )
 
-// All holds an entry for each op of package op and for a few ops of Gorgonia.
+// All holds an entry for each op in package op and for a few of Gorgonia's own.
 var All = []*Op{
 	rmsNorm, layerNorm, bias, linear, linearAdd, frozenLinear, geluOp, siluMul, geluMul, siluMLP, geluMLP,
 	lowRankAdapter, rowNorms, scaleColumns, dropout, rope, attention, documentAttention, embedding,
@@ -29,11 +29,11 @@ type Op struct {
 	// nil for ops that are only timed.
 	Cases func(r *rand.Rand) []Case
 	Bench *Bench // nil for an op that is not timed
-	// Host says that GPUs have no kernel for the op, which is computed on the host for them.
+	// Host means that the op has no GPU kernel and is computed on the host instead.
 	Host bool
 }
 
-// Case is an op with inputs and, for a test, the result that it should have.
+// Case is an op with inputs and, for a test, the expected result.
 type Case struct {
 	Config string // options and other settings, to tell the op's cases apart
 	In     []Input
@@ -58,7 +58,7 @@ type Input struct {
 	Frozen bool // the op has no gradient for it
 }
 
-// frozen returns the input as one without a gradient.
+// frozen returns the input with its gradient disabled.
 func (in Input) frozen() Input {
 	in.Frozen = true
 	return in
@@ -112,10 +112,10 @@ func (c Case) Sizes() []float64 {
 
 // Bench is the benchmark of an op, at a shape that consists of several numbers.
 type Bench struct {
-	Shape    string                  // names of the numbers, such as "rows, in, out"
+	Shape    string                  // names of the dimensions, such as "rows, in, out"
 	Small    []int                   // a shape for tests
 	Usual    []int                   // the shape in a small model
-	Check    func(shape []int) error // refuses shapes that the op cannot have; nil for none
+	Check    func(shape []int) error // rejects shapes that the op does not support; nil for none
 	Elements func(shape []int) float64
 	FLOPs    func(shape []int) float64
 	// Case returns the op with random inputs. Its Want may be nil.

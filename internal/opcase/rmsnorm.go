@@ -9,7 +9,7 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// normEps is the epsilon of the norms that are timed, and of most that are tested.
+// normEps is the epsilon of all timed norms and of most tested ones.
 const normEps = 1e-5
 
 var rmsNorm = &Op{

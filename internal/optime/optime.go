@@ -14,12 +14,12 @@ type OpTime struct {
 	Op    string        `json:"op"`    // name of the op, such as RMSNormGrad
 	Tasks int           `json:"tasks"` // number of launches, including matrix products
 	Time  time.Duration `json:"ns"`
-	// Bytes is the least amount of data to move: everything that the tasks read or write, once.
+	// Bytes is the minimum amount of data moved, counting everything the tasks read or write once.
 	// FLOPs is the number of multiplications and additions of matrix products and attention.
 	Bytes float64 `json:"bytes,omitempty"`
 	FLOPs float64 `json:"flops,omitempty"`
-	// Variants lists the variants that were chosen among several. Tuned, which only a monitor sets, is
-	// the time that the tuned tasks took during tuning.
+	// Variants lists the variants chosen from several. Tuned, which only a monitor sets, is the time
+	// that the tuned tasks took during tuning.
 	Variants []string      `json:"variants,omitempty"`
 	Tuned    time.Duration `json:"tuned_ns,omitempty"`
 }
@@ -66,7 +66,7 @@ func Gather(times []OpTime) (sums []OpTime) {
 	return sums
 }
 
-// Table formats the times for people, one line per op, with their shares of the total.
+// Table formats the times for display, one line per op, with each op's share of the total.
 func Table(times []OpTime) string {
 	var whole time.Duration
 	for _, t := range times {

@@ -13,7 +13,7 @@ import (
 // Profile describes how the time of one step on a GPU was spent.
 type Profile struct {
 	Device string
-	// Period is the time from the start of one step to the start of the next: the median of Steps
+	// Period is the time from the start of one step to the start of the next, as the median of Steps
 	// unprofiled steps.
 	Period time.Duration
 	Steps  int
@@ -43,9 +43,9 @@ type Span struct {
 	Layer  string // such as model.layers.3; "" if the graph does not determine it
 	Task   int    // number of the task
 	// Start is the time since the start of the step. Times come from the marked step, without the
-	// cost of the marks. They are placed, with even gaps, where the step's captured pieces were in
-	// a step without marks. If they add up to more than a piece took, they are scaled down; this
-	// happens with tiny kernels, because a mark also delays the next kernel.
+	// cost of the marks. They are placed, with even gaps, where the step's captured graphs ran in a
+	// step without marks. If they add up to more than a graph took, which happens with tiny kernels
+	// because a mark also delays the next kernel, they are scaled down.
 	Start, Time time.Duration
 	// Figures of the task: the least number of bytes to move, the operations of its products, and
 	// its share of the ceiling, which is the minimum time for the bytes or the operations at the
@@ -53,7 +53,7 @@ type Span struct {
 	// operands in the cache, and is 0 without a ceiling.
 	Bytes, FLOPs, Share float64
 	Float8              bool     // FLOPs counts float8 products
-	Variants            []string // variants that were chosen among several
+	Variants            []string // variants chosen from several
 	// Loose marks work that is not captured, such as the copy of a batch. Its time includes
 	// enqueueing by the program, and does not count as busy.
 	Loose bool
@@ -82,7 +82,7 @@ func (p *Profile) Busy() (kernels, graphs float64) {
 	return rate(p.Kernels().Seconds(), p.Period), rate(p.Graphs.Seconds(), p.Period)
 }
 
-// ceiling returns the minimum time of a span's task on the card, or 0 if it is not known.
+// ceiling returns the minimum time of a span's task on the card, or 0 if unknown.
 func (p *Profile) ceiling(s Span) time.Duration {
 	least, product := 0.0, p.Product
 	if s.Float8 {
@@ -145,7 +145,7 @@ func (p *Profile) Ops() []OpTime {
 // tableKernels is the number of kernels in the table.
 const tableKernels = 20
 
-// Table formats the profile for people: the step, its ops and its longest kernels.
+// Table formats the profile for display, listing the step, its ops and its longest kernels.
 func (p *Profile) Table() string {
 	var s strings.Builder
 	kernels, graphs := p.Busy()

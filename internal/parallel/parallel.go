@@ -9,7 +9,7 @@ import (
 )
 
 // Each calls f with every i from 0 to n−1, in any order, on as many goroutines as there are
-// processors, and returns when all calls have returned. A panic in f ends the program.
+// processors, and returns when all calls have returned. A panic in f terminates the program.
 func Each(n int, f func(i int)) {
 	var next atomic.Int64
 	var wait sync.WaitGroup
@@ -23,7 +23,7 @@ func Each(n int, f func(i int)) {
 	wait.Wait()
 }
 
-// chunk is the number of elements of a slice in one piece of work.
+// chunk is the number of slice elements processed by one call.
 const chunk = 1 << 19
 
 // Chunks calls f with ranges [lo, hi) that cover n elements, like Each.

@@ -1,4 +1,4 @@
-// Package phases measures how the time of a piece of work is divided among its phases.
+// Package phases measures how the duration of a task is divided among its phases.
 package phases
 
 import (

@@ -21,8 +21,8 @@ func Align(bytes, alignment int) int { return (bytes + alignment - 1) / alignmen
 //
 // Large intervals are placed first, each at the lowest offset that is free for as long as it is
 // needed (Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020,
-// greedy by size). On graphs of language models, the arena exceeds the maximum needed in any step
-// by a few percent.
+// greedy by size). For graphs of language models, the arena exceeds the maximum needed in any step by
+// a few percent.
 func Pack(all []*Interval, alignment int) (total int) {
 	order := slices.Clone(all)
 	slices.SortStableFunc(order, func(a, b *Interval) int {

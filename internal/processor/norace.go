@@ -3,5 +3,5 @@
 // Package processor measures the processor time used by tests.
 package processor
 
-// Race reports whether the race detector is enabled, which multiplies the time.
+// Race reports whether the race detector, which makes programs several times slower, is enabled.
 const Race = false

@@ -2,5 +2,5 @@
 
 package processor
 
-// Race reports whether the race detector is enabled, which multiplies the time.
+// Race reports whether the race detector, which makes programs several times slower, is enabled.
 const Race = true

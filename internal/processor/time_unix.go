@@ -8,8 +8,7 @@ import (
 	"time"
 )
 
-// Time returns the time that this process has used on all processors, which other programs do not
-// affect.
+// Time returns the processor time this process has used, which other programs do not affect.
 func Time(t testing.TB) time.Duration {
 	t.Helper()
 	var r syscall.Rusage

@@ -5,8 +5,8 @@ import (
 	"slices"
 )
 
-// A Codebook is a table of 256 numbers in ascending order, from −1 to 1, that codes of eight bits stand
-// for. They are relative to the scale of the block of numbers that is encoded.
+// A Codebook is a table of the 256 numbers, in ascending order from −1 to 1, that 8-bit codes
+// represent. They are relative to the scale of the encoded block.
 type Codebook struct {
 	Values [256]float32
 
@@ -18,9 +18,9 @@ type Codebook struct {
 	from [2][]uint8
 }
 
-// Signed8 and Unsigned8 are the dynamic maps of bitsandbytes, for numbers of either sign and for numbers
-// that are not negative. They cover seven decades. Each decade has twice as many values as the next
-// smaller one, at equal distances. The values 0 and 1 are added.
+// Signed8 and Unsigned8 are the dynamic maps of bitsandbytes for signed and non-negative numbers.
+// They cover seven decades, each with twice as many evenly spaced values as the next smaller one, and
+// also include 0 and 1.
 //
 // Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022. The function create_dynamic_map
 // of bitsandbytes returns the same values, bit for bit.
@@ -62,8 +62,9 @@ func newCodebook(signed bool) *Codebook {
 	return b
 }
 
-// evenly returns n numbers that divide 0.1 to 1 evenly, with the roundings of PyTorch's linspace: it
-// counts the first half from below and the second half from above, with fused multiplications.
+// evenly returns n numbers that divide 0.1 to 1 evenly, rounded like PyTorch's linspace. PyTorch
+// computes the first half upward from the start and the second half downward from the end, with fused
+// multiplications.
 func evenly(n int) []float32 {
 	bounds := make([]float32, n)
 	low, high := float64(float32(0.1)), 1.0
@@ -95,8 +96,8 @@ func (b *Codebook) starts(negative bool) []uint8 {
 	return from
 }
 
-// Code returns the code of the value nearest to x, which is from −1 to 1. Between two values that are
-// equally near it returns the even code.
+// Code returns the code of the value nearest to x, which is from −1 to 1. If two values are equally
+// near, it returns the even code.
 func (b *Codebook) Code(x float32) uint8 {
 	bits := math.Float32bits(x)
 	c := int(b.from[bits>>31][bits>>16&0x7fff])

@@ -14,8 +14,8 @@ const (
 	blockNested = 256
 )
 
-// nf4 holds the numbers that the codes stand for: quantiles of the normal distribution, scaled to [−1, 1]
-// and with an exact zero.
+// nf4 holds the numbers that the codes represent. They are quantiles of the normal distribution,
+// scaled to [−1, 1] and with an exact zero.
 //
 // Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023, appendix E.
 var nf4 = [16]float32{-1, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -31,8 +31,8 @@ var nf4Middles = func() (middles [15]float32) {
 	return middles
 }()
 
-// nested holds the scales of blocks as codes of eight bits with scales of their own ("double
-// quantization"): a scale is offset + Signed8.Values[code] · nested scale.
+// nested holds the block scales as 8-bit codes with scales of their own ("double quantization"). A
+// scale is offset + Signed8.Values[code] · nested scale.
 type nested struct {
 	codes  []byte
 	scales []float32
@@ -90,7 +90,7 @@ func newNested(scales []float32) nested {
 		at := len(n.scales) * blockNested
 		scale := largest(rest)
 		n.scales = append(n.scales, scale)
-		inverse := float32(0) // if all scales are equal, every code stands for 0
+		inverse := float32(0) // if all scales are equal, every code represents 0
 		if scale > 0 {
 			inverse = 1 / max(scale, smallestScale)
 		}
@@ -108,7 +108,7 @@ func (n *nested) scale(block int) float32 {
 	return float32(Signed8.Values[n.codes[block]]*n.scales[block/blockNested]) + n.offset
 }
 
-// decodeNF4 decodes len(dst) elements from element at on.
+// decodeNF4 decodes len(dst) elements, starting with element at.
 func (m *Matrix) decodeNF4(dst []float32, at int) {
 	for len(dst) > 0 {
 		n := min(len(dst), BlockNF4-at%BlockNF4)

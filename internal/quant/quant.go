@@ -1,5 +1,5 @@
 // Package quant stores matrices in fewer bits than float32. It is meant for weights that are never
-// updated, such as the base weights of a model that is tuned through adapters.
+// updated, such as the base weights of a model being tuned through adapters.
 package quant
 
 import (
@@ -15,7 +15,7 @@ import (
 // A Format is a way to store the elements of a [Matrix].
 type Format uint8
 
-// The formats, with the bits that an element takes in a large matrix.
+// The formats, with the number of bits per element in a large matrix.
 const (
 	BFloat16 Format = 1 + iota // 16 bits: the upper half of a float32
 	Float8                     // 8 bits: E4M3 with one float32 scale per row
@@ -38,8 +38,7 @@ func ParseFormat(name string) (Format, error) {
 // String returns the name that [ParseFormat] accepts.
 func (f Format) String() string { return enum.Name(f, "Format", formatNames) }
 
-// A Matrix is a matrix in one of the formats. It cannot be changed, and any number of goroutines may
-// use it at a time.
+// A Matrix is a matrix in one of the formats. It is immutable and safe for concurrent use.
 type Matrix struct {
 	Format     Format
 	Rows, Cols int
@@ -55,8 +54,8 @@ type Matrix struct {
 //   - [BFloat16]: ties to even.
 //   - [Float8]: half.E4M3(w/scale), where scale is the row's largest magnitude divided by 448, or 1 for a
 //     row of zeros.
-//   - [NF4]: the code in each block of [BlockNF4] elements that is nearest to w divided by the block's
-//     largest magnitude. Blocks may extend over the end of a row.
+//   - [NF4]: the code nearest to w divided by the largest magnitude in its block of [BlockNF4]
+//     elements. Blocks may extend across the end of a row.
 //
 // New returns an error if an element is NaN or infinite.
 func New(f Format, rows, cols int, w []float32) (*Matrix, error) {
@@ -86,7 +85,7 @@ func New(f Format, rows, cols int, w []float32) (*Matrix, error) {
 	return m, nil
 }
 
-// Bytes returns the memory that the matrix takes.
+// Bytes returns the size of the matrix in memory.
 func (m *Matrix) Bytes() int {
 	return len(m.codes) + 4*len(m.scales) + len(m.nested.codes) + 4*len(m.nested.scales)
 }
@@ -118,7 +117,7 @@ func (m *Matrix) encodeBFloat16(w []float32) {
 	})
 }
 
-// decodeBFloat16 decodes len(dst) elements from element at on.
+// decodeBFloat16 decodes len(dst) elements, starting with element at.
 func (m *Matrix) decodeBFloat16(dst []float32, at int) {
 	codes := m.codes[2*at : 2*(at+len(dst))]
 	for i := range dst {
@@ -139,7 +138,7 @@ func (m *Matrix) encodeFloat8(w []float32) {
 // smallestScale is the smallest scale with a finite inverse.
 const smallestScale = 0x1p-126
 
-// encodeFloat8Row encodes a row with the roundings of the GPU's kernel and returns its scale.
+// encodeFloat8Row encodes a row with the same rounding as the GPU kernel and returns its scale.
 func encodeFloat8Row(codes []byte, row []float32) (scale float32) {
 	largest := largest(row)
 	if largest == 0 {
@@ -155,7 +154,7 @@ func encodeFloat8Row(codes []byte, row []float32) (scale float32) {
 	return scale
 }
 
-// decodeFloat8 decodes len(dst) elements from element at on.
+// decodeFloat8 decodes len(dst) elements, starting with element at.
 func (m *Matrix) decodeFloat8(dst []float32, at int) {
 	for len(dst) > 0 {
 		row, col := at/m.Cols, at%m.Cols

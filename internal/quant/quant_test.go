@@ -97,7 +97,7 @@ func TestSize(t *testing.T) {
 	}
 }
 
-// TestRefuses checks what New and ParseFormat refuse.
+// TestRefuses checks what New and ParseFormat reject.
 func TestRefuses(t *testing.T) {
 	for _, v := range []float64{math.NaN(), math.Inf(1), math.Inf(-1)} {
 		w := make([]float32, 6)

@@ -1,4 +1,4 @@
-// Package randtest gives tests random inputs that differ from run to run and can be repeated.
+// Package randtest provides random but reproducible test inputs that differ from run to run.
 package randtest
 
 import (
@@ -12,9 +12,9 @@ import (
 // Seed returns a seed for the test's random inputs. It logs the seed, which go test shows if the test
 // fails.
 //
-// Every run of a test has a new seed, unless the environment variable KASMINA_SEED gives one. Where the
-// variable CI is set, each test has a seed that depends on its name alone, so that a failure there has
-// been caused by the change under test and can be repeated.
+// Every run of a test uses a new seed, unless the environment variable KASMINA_SEED specifies one. If
+// the variable CI is set, each test's seed depends only on its name, so that a failure there was
+// caused by the change under test and can be reproduced.
 func Seed(t testing.TB) uint64 {
 	t.Helper()
 	seed := rand.Uint64()

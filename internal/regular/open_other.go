@@ -2,5 +2,5 @@
 
 package regular
 
-// nonBlocking is not needed on systems without named pipes in folders.
+// nonBlocking is not needed on systems without named pipes in directories.
 const nonBlocking = 0

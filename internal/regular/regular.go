@@ -1,6 +1,6 @@
 // Package regular opens files that other programs may have created. A path may lead to something
-// other than a file: opening a named pipe waits for a writer, and a device such as /dev/zero never
-// ends.
+// other than a file, and opening a named pipe waits for a writer, while a device such as /dev/zero
+// never ends.
 package regular
 
 import (
@@ -77,8 +77,8 @@ func Append(path string) (*os.File, int64, error) {
 	return f, info.Size(), nil
 }
 
-// Read returns the contents of the regular file at path. A file of more than limit bytes is an
-// error. what introduces the limit in the message, such as "a byte-pair encoding has".
+// Read returns the contents of the regular file at path. It returns an error if the file is larger
+// than limit bytes. what introduces the limit in the message, as in "a byte-pair encoding has".
 func Read(path string, limit int64, what string) ([]byte, error) {
 	f, size, err := Open(path)
 	if err != nil {
@@ -95,7 +95,7 @@ func Read(path string, limit int64, what string) ([]byte, error) {
 	b := make([]byte, size)
 	n, err := io.ReadFull(f, b)
 	if errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF) {
-		err = nil // the file has become shorter since
+		err = nil // the file has shrunk in the meantime
 	}
 
 	return b[:n], err

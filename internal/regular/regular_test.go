@@ -59,7 +59,7 @@ func TestDevices(t *testing.T) {
 	}
 }
 
-// TestAppend checks that Append continues a file, creates one, and refuses everything else.
+// TestAppend checks that Append continues a file, creates one, and rejects everything else.
 func TestAppend(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "log")
 	for i, line := range []string{"a", "b"} {

@@ -46,7 +46,7 @@ func AddFlags() *Flags {
 type Plan struct {
 	Usual time.Duration // how long the campaign runs
 	Cases int           // how many cases it checks instead; 0 for as many as Usual allows
-	Fixed int           // how many it checks where CI is set: always the same cases, on any machine
+	Fixed int           // number of cases if CI is set; always the same ones, on any machine
 	// Change modifies each case, unless it is nil. It returns false to skip the case.
 	Change func(*Case) bool
 	// Failing counts only cases with a failed operation.
@@ -81,8 +81,8 @@ func Campaign(t *testing.T, m Device, f Flags, p Plan) {
 	switch {
 	case seed != 0:
 	case os.Getenv("CI") != "":
-		// Check the same cases each time, however fast the machine is, so that a change is blamed only
-		// for failures that it causes. Runs by hand look for faults that are still unknown.
+		// In CI, check the same cases each time, however fast the machine, so that a change is blamed
+		// only for failures it causes. Manual runs look for unknown faults.
 		seed = 1
 		if f.Duration == 0 {
 			cases = cmp.Or(cases, p.Fixed)
@@ -192,7 +192,7 @@ func caseOf(text string, m Device, change func(*Case) bool) (c Case, err error) 
 	return c, nil
 }
 
-// command returns the command that repeats a test.
+// command returns the command that reproduces a test.
 func command(t *testing.T) string {
 	folder, err := os.Getwd()
 	if err != nil {

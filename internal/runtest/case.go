@@ -1,4 +1,4 @@
-// Package runtest generates random training runs and checks that they keep the promises of package
+// Package runtest generates random training runs and checks that they keep the guarantees of package
 // llm.
 //
 // A [Case] describes a run completely: the model, the optimizer, the growth, and the interruptions and
@@ -9,12 +9,12 @@
 //   - A resumed run equals an uninterrupted one.
 //   - A run on several ranks equals a run in one process.
 //   - Callbacks that evaluate, sample or save leave no trace.
-//   - An operation that fails is reported and changes nothing, and after the next attempt the run
-//     is identical to one without failures.
+//   - A failed operation is reported and changes nothing, and after the next attempt the run is
+//     identical to one without failures.
 //   - Parameters that should be frozen keep their bits.
 //
-// [Shrink] simplifies a failing case as far as it still fails. [Campaign] checks many cases; the tests of
-// several packages call it.
+// [Shrink] simplifies a failing case as long as it keeps failing. [Campaign] checks many cases; the
+// tests of several packages call it.
 package runtest
 
 import (

@@ -28,8 +28,9 @@ type Device struct {
 	// Ranks calls f for every rank of a team and returns the errors by rank. It is nil if Limits.Ranks
 	// is 0.
 	Ranks func(ranks int, f func(rank int, build Build) error) []error
-	// RanksDiffer reports that ranks compute different bits from a single process, as on GPUs. Their runs
-	// are compared with the run of a team of one, and each rank needs a batch in every step.
+	// RanksDiffer reports that the results of ranks are not bit-identical to a single process's, as
+	// on GPUs. Their runs are compared with that of a team of one, and each rank needs a batch in
+	// every step.
 	RanksDiffer bool
 }
 
@@ -72,8 +73,8 @@ func (f *Failure) Error() string { return f.Property + ": " + f.Err.Error() }
 // Result is the result of checking a case.
 type Result struct {
 	Checked []string // properties
-	Outcome string   // how the run dealt with the fault; "" if the fault did not happen
-	Skipped error    // why the case is impossible, or nil
+	Outcome string   // how the run handled the fault; "" if the fault did not occur
+	Skipped error    // why the case cannot be run, or nil
 	Failure *Failure // nil if the case has all properties
 }
 
@@ -431,11 +432,11 @@ func (k *checker) onRanks() *Case {
 
 	o := k.Kasmina
 	if k.Train.Accumulate > 1 && (o.Stability != 0 || o.AdaptiveClip > 0) {
-		return nil // documented to compute different bits
+		return nil // documented not to be bit-identical
 	}
 
 	if k.machine.RanksDiffer && (k.Train.Accumulate < k.Ranks || o.Stability != 0 || o.AdaptiveClip > 0) {
-		return nil // refused by GPUs
+		return nil // rejected by GPUs
 	}
 
 	c := k.Case.clone()
@@ -443,8 +444,8 @@ func (k *checker) onRanks() *Case {
 	return &c
 }
 
-// team trains on several ranks. It returns the rig of rank 0 and its checkpoint at the end. Before the run,
-// it calls ready for each rank, unless ready is nil, and resumes from a file, unless from is "".
+// team trains on several ranks. It returns rank 0's rig and its checkpoint at the end. Before the
+// run, it calls ready for each rank, unless ready is nil, and resumes from a file, unless from is "".
 func (k *checker) team(c Case, ready func(*rig), from string) (first *rig, end []byte, errs []error) {
 	k.rigs++
 	folder := filepath.Join(k.folder, fmt.Sprint(k.rigs))
@@ -496,9 +497,9 @@ func (k *checker) team(c Case, ready func(*rig), from string) (first *rig, end [
 	return first, end, errs
 }
 
-// differences lists the differences between two checkpoints. It returns "" if they are equal. If loose is
-// set, it ignores the results of evaluations. As soon as a checkpoint has counted a NaN or Inf, it ignores
-// these counts, because evaluations and saves increase them too.
+// differences lists the differences between two checkpoints. It returns "" if they are equal. If
+// loose is set, it ignores the results of evaluations. Once a checkpoint has counted a NaN or Inf,
+// these counts are ignored as well, because evaluations and saves also increase them.
 func differences(a, b []byte, loose bool) string {
 	if bytes.Equal(a, b) {
 		return ""

@@ -12,7 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// Limits describes the abilities of a machine, so that Generate returns only possible cases.
+// Limits describes a machine's capabilities, so that Generate returns only cases it can run.
 type Limits struct {
 	Float64   bool     // models of float64
 	Optimizer bool     // optimizers that wrap the ones of package optim
@@ -40,7 +40,7 @@ func Generate(seed uint64, limits Limits) Case {
 	return g.Case
 }
 
-// chance returns true once in n times.
+// chance returns true with probability 1/n.
 func (g *generator) chance(n int) bool { return g.IntN(n) == 0 }
 
 // pick returns one of several values.
@@ -241,7 +241,7 @@ func (g *generator) growth() {
 
 	g.Growth = by
 	if g.Train.Frozen || g.chance(3) {
-		// Add orders that compete with the controller. The controller will refuse several.
+		// Add orders that compete with the controller. The controller will reject several.
 		g.Orders = g.lives(sites, g.Train.Steps, 0, true)
 	}
 }
@@ -303,7 +303,7 @@ func (g *generator) lives(sites []place, steps, from int, anyway bool) (all []Or
 		}
 	}
 
-	if anyway && g.chance(4) { // an order that will be refused
+	if anyway && g.chance(4) { // an order that will be rejected
 		all = append(all, Order{Step: g.IntN(steps), Commands: []state.Command{{Action: state.Move,
 			To: pick(g, state.Fossilized, state.Grafting, state.Dormant)}}})
 	}

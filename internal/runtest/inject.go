@@ -74,7 +74,7 @@ type injector struct {
 	dropped                 []dropped // commands that without removes
 }
 
-// dropped is a command of a controller after an epoch that was refused because of a failure.
+// dropped is a command of a controller after an epoch that was rejected because of a failure.
 type dropped struct {
 	epoch int
 	text  string
@@ -194,8 +194,8 @@ func (i *injector) call(op string) error {
 }
 
 // note records the stages of all seeds at the first update after a failure. By the first update of a
-// step, the preparation of the step is over. Gradients do not mark that moment, because directed
-// planting computes separate gradients during the preparation.
+// step, the step's preparation is complete. Gradient computations are no such sign, because directed
+// planting computes gradients of its own during the preparation.
 func (i *injector) note(op string) {
 	if op != "Update" {
 		return

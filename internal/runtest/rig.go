@@ -25,7 +25,7 @@ import (
 // Build creates an engine, like llm.TrainConfig.Engine.
 type Build = func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error)
 
-// rig is a trainer with the callbacks and failures of a case, and with observations of its runs.
+// A rig wraps a trainer with the callbacks and failures of a case, and observes its runs.
 type rig struct {
 	Case
 	tr     *llm.Trainer
@@ -37,7 +37,7 @@ type rig struct {
 	extra    []move // transitions to make after the orders of their steps
 
 	figures  map[int]figures
-	told     []told // growth, refusals
+	told     []told // growth, rejections
 	record   bytes.Buffer
 	problems []string
 
@@ -49,8 +49,8 @@ type rig struct {
 	frozen  frozen
 	moves   []move // transitions of seeds, with the last step before each
 	waiting []waiting
-	refused []int     // orders that were refused because of the failure
-	dropped []dropped // commands of the controller that were refused because of the failure
+	refused []int     // orders that were rejected because of the failure
+	dropped []dropped // commands of the controller that were rejected because of the failure
 
 	// The file of the callback Checkpoint, the step of its last version, and whether the orders of that
 	// step had been given.
@@ -69,7 +69,7 @@ type rig struct {
 // figures holds the bits of the numbers in a StepEnd.
 type figures struct{ loss, norm, rate uint64 }
 
-// told is a report of growth or of a refused command.
+// told is a report of growth or of a rejected command.
 type told struct {
 	step int
 	text string
@@ -257,7 +257,7 @@ func (r *rig) callbacks() {
 	}
 
 	if k := r.Checkpoint; k != nil {
-		// All ranks use the path of rank 0.
+		// All ranks use rank 0's path.
 		folder := r.folder
 		if r.rank > 0 {
 			folder = filepath.Join(filepath.Dir(folder), "0")
@@ -306,7 +306,7 @@ func (r *rig) callbacks() {
 	})
 }
 
-// fail is a callback that fails as the fault says.
+// fail is a callback that fails as specified by the fault.
 func (r *rig) fail(e llm.Event) error {
 	if r.in.due("panic " + e.Kind.String()) {
 		panic(r.in.failure("panic " + e.Kind.String()))

@@ -16,14 +16,14 @@ const (
 	metadataName = "__metadata__"
 	// maxHeader is the reference implementation's limit, in bytes: enough for a million tensors.
 	maxHeader = 100_000_000
-	// maxRank is the maximum number of dimensions of a tensor. Models use up to five (convolutions
-	// in space). With more, shapes would take more memory than the header itself.
+	// maxRank is the maximum number of dimensions of a tensor. Models use up to five (convolutions in
+	// space). With more, shapes would take up more memory than the header itself.
 	maxRank = 16
 	// maxMetadata is the maximum number of metadata entries. Writers that describe a whole training
 	// run use a few dozen, since most of the data is in the values.
 	maxMetadata = 1024
-	// digestKey and sumsKey announce each other. They differ in more than one byte, so that no
-	// small damage hides both.
+	// digestKey and sumsKey announce each other. They differ in more than one byte, so that no minor
+	// corruption hides both.
 	digestKey   = "kasmina.digest"
 	digestValue = "crc32c"
 	sumsKey     = "kasmina.crc32c"

@@ -164,7 +164,7 @@ func (c *counting) ReadAt(b []byte, at int64) (int, error) {
 	return c.ReaderAt.ReadAt(b, at)
 }
 
-// TestSaveWithinLimits checks that Save refuses files that could not be read.
+// TestSaveWithinLimits checks that Save rejects files that could not be read.
 func TestSaveWithinLimits(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "file")
 	shape := make([]int, maxRank+1)

@@ -15,10 +15,10 @@ import (
 // `"":{"dtype":"U8","shape":[],"data_offsets":[0,0]}`.
 const minEntry = 49
 
-// parseHeader parses the header's JSON in one pass, using about three times its size in memory. It
-// therefore does not decode into maps, and names and values share the memory of header, which must
-// not change afterwards. The entries are returned in the order of their data. They are valid, have
-// distinct names and fill dataSize bytes exactly.
+// parseHeader parses the header's JSON in one pass, using about three times its size in memory. For
+// this reason it does not decode into maps, and names and values share the memory of header, which
+// must not change afterwards. The entries are returned in the order of their data. They are valid,
+// have distinct names and fill dataSize bytes exactly.
 func parseHeader(header []byte, dataSize int64) ([]entry, map[string]string, error) {
 	if len(header) == 0 || header[0] != '{' {
 		return nil, nil, errors.New("header does not start with {")

@@ -29,8 +29,8 @@ type File struct {
 	sums      []uint32 // checksums of the entries; nil if the file has none
 }
 
-// Open opens the file at path and checks its header. A damaged header is an error wrapping
-// ErrCorrupt, and anything but a regular file is refused at once. The caller must close the file.
+// Open opens the file at path and checks its header. If the header is corrupted, the error wraps
+// ErrCorrupt. Anything but a regular file is rejected at once. The caller must close the file.
 func Open(path string) (*File, error) {
 	f, size, err := regular.Open(path)
 	if err != nil {
@@ -93,9 +93,9 @@ func NewFile(name string, r io.ReaderAt, size int64) (*File, error) {
 	return f, nil
 }
 
-// sortNames creates the index of names, which takes a tenth of the memory of a map.
+// sortNames creates the index of names, which needs a tenth of a map's memory.
 func (f *File) sortNames() error {
-	f.byName = make([]int32, len(f.entries)) // a header has room for some millions
+	f.byName = make([]int32, len(f.entries)) // a header may contain millions of entries
 	for i := range f.byName {
 		f.byName[i] = int32(i)
 	}
@@ -126,8 +126,8 @@ func (f *File) find(name string) (int, error) {
 }
 
 // Load reads a whole file and verifies its checksums. It returns the tensors in the order of their
-// data, and the metadata. It uses as much memory as the file demands; to read untrusted files, open
-// them and read only the wanted tensors.
+// data, and the metadata. It uses as much memory as the file demands, so to read an untrusted file,
+// open it and read only the tensors you need.
 func Load(path string) ([]Tensor, map[string]string, error) {
 	f, err := Open(path)
 	if err != nil {
@@ -173,7 +173,7 @@ func (f *File) Info(name string) (DType, []int, error) {
 	return f.entries[i].dtype, slices.Clone(f.entries[i].shape), nil
 }
 
-// Bytes returns the size of a tensor's data, or 0 if the file does not have the tensor.
+// Bytes returns the size of a tensor's data, or 0 if the file does not contain the tensor.
 func (f *File) Bytes(name string) int64 {
 	i, err := f.find(name)
 	if err != nil {
@@ -302,7 +302,7 @@ func (f *File) Chunks(ctx context.Context, name string, visit func(part []byte) 
 }
 
 // Part calls visit, like Chunks, with bytes [from, to) of a tensor, which must start and end at
-// elements. It verifies no checksum. Several goroutines may read a part each.
+// elements. It verifies no checksum. Goroutines may read parts concurrently.
 func (f *File) Part(ctx context.Context, name string, from, to int64,
 	visit func(part []byte) error) error {
 	i, err := f.find(name)
@@ -383,8 +383,8 @@ func (f *File) read(ctx context.Context, i int, buffer func(at, n int64) []byte,
 	return nil
 }
 
-// readAt fills b from the given position. Since sizes have been checked, an early end means that
-// the file has shrunk.
+// readAt fills b from the given position. Since sizes were checked, a premature end means that the
+// file has shrunk.
 func (f *File) readAt(b []byte, at int64) error {
 	n, err := f.r.ReadAt(b, at)
 	switch {
@@ -396,7 +396,7 @@ func (f *File) readAt(b []byte, at int64) error {
 	return fmt.Errorf("safetensors: %s: %w", f.name, err)
 }
 
-// cutShort explains a file that ends too early.
+// cutShort explains that a file is truncated.
 const cutShort = "the file is cut short, as by an incomplete copy"
 
 // corrupt returns an error wrapping ErrCorrupt.

@@ -7,9 +7,9 @@
 // Offsets count from the start of data; the tensors fill data without gaps or overlaps. All numbers
 // are little-endian.
 //
-// [Save] replaces a file in one step: even if the process is killed, the old or the new file is
-// complete. [Open] trusts nothing it reads: every size is checked against the file before anything is
-// allocated for it.
+// [Save] replaces a file atomically, so that either the old or the new file is complete even if the
+// process is killed. [Open] trusts nothing it reads, and checks every size against the file before
+// allocating memory for it.
 //
 // # Integrity
 //
@@ -18,15 +18,15 @@
 //	"kasmina.digest": "crc32c"
 //	"kasmina.crc32c": eight hex digits for the length and header, then eight for each tensor in data order
 //
-// The header's own checksum is computed with its eight digits read as zeros. CRC32C suffices
-// because it protects against faulty disks rather than forgers: it detects all damage of up to 32
-// adjacent bits, and all but 2⁻³² of other damage, and processors compute it faster than memory
-// delivers the bytes. The checksum of each tensor locates the damage. Because the entries announce
-// each other, damage to either entry cannot make the file look like one without checksums.
+// The header's own checksum is computed with its eight digits read as zeros. CRC32C suffices because
+// it protects against faulty disks rather than forgers. It detects every error burst of up to 32 bits
+// and all but a fraction of 2⁻³² of other errors, and processors compute it faster than memory
+// delivers the bytes. The checksum of each tensor locates the corruption. Because the entries
+// announce each other, corruption of one of them cannot make the file look like one without
+// checksums.
 //
-// Files from other writers, which have neither entry, are checked structurally only;
-// [File.HasDigest] distinguishes them. A tool that changes tensors and copies the metadata must
-// drop the two entries.
+// Files from other writers, which lack both entries, are checked only structurally; [File.HasDigest]
+// distinguishes them. A tool that changes tensors and copies the metadata must drop the two entries.
 package safetensors
 
 import (
@@ -40,7 +40,7 @@ import (
 )
 
 var (
-	// ErrCorrupt reports a file that is damaged, truncated, malicious or not a safetensors file at
+	// ErrCorrupt reports a file that is corrupted, truncated, malicious or not a safetensors file at
 	// all.
 	ErrCorrupt = errors.New("corrupt safetensors file")
 	// ErrInvalid reports tensors or metadata that cannot be saved.
@@ -48,7 +48,7 @@ var (
 	// ErrUnsupported reports a tensor of a type that the format defines but this package cannot
 	// read.
 	ErrUnsupported = errors.New("unsupported tensor type")
-	// ErrNotFound reports a tensor that the file does not have.
+	// ErrNotFound reports that a file does not contain a tensor.
 	ErrNotFound = errors.New("tensor not found")
 )
 

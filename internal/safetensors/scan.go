@@ -208,8 +208,8 @@ func unescape(raw string) (string, error) {
 }
 
 // escapedRune decodes the character at the start of text, which is \uXXXX or a surrogate pair of
-// them, and returns its length, or 0 if the text does not start with an escape. Half a pair becomes
-// U+FFFD, as in encoding/json.
+// them, and returns its length, or 0 if the text does not start with an escape. An unpaired surrogate
+// becomes U+FFFD, as in encoding/json.
 func escapedRune(text string) (rune, int) {
 	first, ok := hex4(text)
 	if !ok {

@@ -33,7 +33,7 @@ func TestNullMetadata(t *testing.T) {
 		}
 	}
 
-	// The reference implementation refuses these too.
+	// The reference implementation rejects these too.
 	for _, header := range []string{
 		`{"__metadata__":null,"__metadata__":{},` + tensor + `}`,
 		`{"__metadata__":{"a":null},` + tensor + `}`,

@@ -17,22 +17,22 @@ import (
 // and the bytes in the cache for the checksum. It is a multiple of every element size.
 const chunk = 1 << 20
 
-// Save writes tensors and metadata to a file at path, replacing it in one step like atomicfile.Write:
-// if the process is killed at any moment, path contains either the old file or the new one. Several
-// processes may save to one path; the last one wins.
+// Save writes tensors and metadata to a file at path, replacing it atomically like atomicfile.Write.
+// If the process is killed at any point, path contains either the old file or the new one. Several
+// processes may save to the same path, in which case the last one wins.
 //
-// The same arguments produce the same bytes. Tensors are ordered by element size, largest first, and
-// otherwise as given. Every tensor is therefore aligned to its elements although the format allows no
-// gaps, and the first one to eight bytes.
+// Equal arguments produce identical files. Tensors are ordered by element size, largest first, and
+// otherwise as given. Every tensor is therefore aligned to its element size although the format
+// allows no gaps, and the first one is aligned to eight bytes.
 //
-// Invalid arguments are an error wrapping ErrInvalid, and nothing is written. After any other error,
-// the file at path is still complete, and the temporary file is gone.
+// For invalid arguments, Save returns an error wrapping ErrInvalid and writes nothing. After any
+// other error, the file at path is still complete, and the temporary file is removed.
 func Save(path string, tensors []Tensor, metadata map[string]string) error {
 	return saveTensors(path, tensors, metadata, atomicfile.Write)
 }
 
-// SavePart is like [Save] for a file that belongs to the main file at the path of, as
-// atomicfile.WritePart is like atomicfile.Write.
+// SavePart is to [Save] as atomicfile.WritePart is to atomicfile.Write: it saves a file that belongs
+// to the main file at the path of.
 func SavePart(path, of string, tensors []Tensor, metadata map[string]string) error {
 	write := func(path string, write func(*os.File) error) error {
 		return atomicfile.WritePart(path, of, write)
@@ -55,8 +55,7 @@ func saveTensors(path string, tensors []Tensor, metadata map[string]string, writ
 	return saveSources(path, sources, metadata, write)
 }
 
-// Source is a tensor with data that is generated while it is written, so that not all data needs to
-// be in memory.
+// Source is a tensor whose data is generated while it is written, so that it need not fit in memory.
 type Source struct {
 	Name  string
 	DType DType
@@ -81,9 +80,8 @@ func (t Tensor) source() Source {
 	}}
 }
 
-// SaveSources is like Save, but the tensors' data is generated during writing. A source that writes
-// more or less data than its shape requires is an error wrapping ErrInvalid; the old file then
-// remains.
+// SaveSources is like Save, but the tensors' data is generated during writing. If a source writes
+// more or less data than its shape requires, the error wraps ErrInvalid and the old file remains.
 func SaveSources(path string, sources []Source, metadata map[string]string) error {
 	return saveSources(path, sources, metadata, atomicfile.Write)
 }

@@ -1,4 +1,4 @@
-// Package seedtest damages seeds for tests, as faulty memory does.
+// Package seedtest corrupts seeds for tests, as faulty memory does.
 package seedtest
 
 import (

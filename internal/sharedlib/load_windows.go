@@ -8,8 +8,8 @@ import (
 )
 
 // Open loads a DLL, given an absolute path or a name in System32. The DLL's dependencies are loaded
-// from its folder and System32. The working folder and PATH, where an attacker could plant a DLL, are
-// never searched.
+// from its directory and System32. The working directory and PATH, where an attacker could plant a
+// DLL, are never searched.
 func Open(path string) (uintptr, error) {
 	flags := uintptr(windows.LOAD_LIBRARY_SEARCH_SYSTEM32)
 	switch {

@@ -1,5 +1,5 @@
-// Package sharedlib finds and loads shared libraries at run time, by the names and in the folders
-// that people and package managers use.
+// Package sharedlib finds and loads shared libraries at run time, under the names and in the
+// directories commonly used by people and package managers.
 package sharedlib
 
 import (
@@ -14,10 +14,10 @@ import (
 	"strings"
 )
 
-// Attempt is a place that was searched for a library, and the reason for failing.
+// Attempt is a location that was searched for a library, and the reason it failed.
 type Attempt struct{ Place, Reason string }
 
-// Finder lists the possible places of a library on one system, best first.
+// Finder lists the possible locations of a library on one system, best first.
 type Finder struct {
 	GOOS, GOARCH string
 	Getenv       func(string) string
@@ -37,7 +37,7 @@ type Place string
 // IsName reports whether the place is a name for the loader.
 func (p Place) IsName() bool { return !strings.ContainsAny(string(p), `/\`) }
 
-// Override converts the value of an environment variable to a place. If the value is a folder, the
+// Override converts the value of an environment variable to a place. If the value is a directory, the
 // place is the library's files in it.
 func (f Finder) Override(value, pattern string) Place {
 	if inside := filepath.Join(value, pattern); len(f.files(Place(inside))) > 0 {
@@ -50,7 +50,7 @@ func (f Finder) Override(value, pattern string) Place {
 }
 
 // Trusts reports whether libraries may be loaded from a place. On Windows, anyone who can write to
-// the working folder, or to a folder in PATH, could plant a DLL there. Paths must therefore be
+// the working directory, or to a directory in PATH, could plant a DLL there. Paths must therefore be
 // absolute, and Open looks up names in System32 only.
 func (f Finder) Trusts(p Place) bool {
 	if f.GOOS != "windows" || p.IsName() {
@@ -72,7 +72,7 @@ func (f Finder) files(p Place) []string {
 	return files
 }
 
-// Multiarch returns the name of the folder for libraries on Debian and its derivatives.
+// Multiarch returns the name of the library directory on Debian and its derivatives.
 func (f Finder) Multiarch() string {
 	if f.GOARCH == "arm64" {
 		return "aarch64-linux-gnu"
@@ -81,12 +81,13 @@ func (f Finder) Multiarch() string {
 }
 
 // Toolkit returns the possible places of a CUDA library. pattern matches its files, pip is the
-// folder of its Python package within nvidia, and names are the names for the loader.
+// directory of its Python package within nvidia, and names are the names for the loader.
 //
 // If the environment variable is set, it is the only place. Otherwise the places are, in order:
-// LD_LIBRARY_PATH, the folders in CUDA_HOME, CUDA_PATH and CONDA_PREFIX, the loader, the usual
-// folders of CUDA toolkits and system packages, and the Python packages of the active environment.
-// On Windows, all places except System32 are below an absolute path from an environment variable.
+// LD_LIBRARY_PATH, the directories in CUDA_HOME, CUDA_PATH and CONDA_PREFIX, the loader, the usual
+// directories of CUDA toolkits and system packages, and the Python packages of the active
+// environment. On Windows, all places except System32 are below an absolute path from an environment
+// variable.
 func (f Finder) Toolkit(variable, pattern, pip string, names ...Place) []Place {
 	sub, lib := []string{"lib64", "lib"}, "lib"
 	if f.GOOS == "windows" {
@@ -145,8 +146,8 @@ func (f Finder) Toolkit(variable, pattern, pip string, names ...Place) []Place {
 	return places
 }
 
-// sitePackages returns the folders of Python packages: first the folders of the active environment
-// and, except on Windows, of the first Python in PATH, then the user's and the system's.
+// sitePackages returns the directories of Python packages. Those of the active environment and,
+// except on Windows, of the first Python in PATH come first, followed by the user's and the system's.
 func (f Finder) sitePackages() []string {
 	dirs := filepath.SplitList(f.Getenv("PYTHONPATH"))
 	lib := filepath.Join("lib", "python3*")

@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-// Files creates a folder with the given files and returns its path.
+// Files creates a directory with the given files and returns its path.
 func Files(t testing.TB, files map[string]string) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -106,8 +106,8 @@ func Go(t testing.TB, size int) (train, heldOut []byte) {
 	return train[:min(size, len(train))], heldOut[:min(size, len(heldOut))]
 }
 
-// NoFiles returns paths that exist on this system but are not regular files: a folder, devices and a
-// named pipe. Reading such a path may never start or never end.
+// NoFiles returns paths that exist on this system but are not regular files, namely a directory,
+// devices and a named pipe. Reading such a path may never start or never end.
 func NoFiles(t *testing.T) []string {
 	t.Helper()
 	paths := []string{t.TempDir()}
@@ -119,8 +119,8 @@ func NoFiles(t *testing.T) []string {
 	return paths
 }
 
-// Hole creates a file that starts with content and continues with a hole of 40 GB, which takes up
-// almost no space. It skips the test if the file system doesn't support holes.
+// Hole creates a file that starts with content and continues with a 40 GB hole, which takes up almost
+// no space. It skips the test if the file system doesn't support holes.
 func Hole(t *testing.T, content []byte) (path string) {
 	t.Helper()
 	path = filepath.Join(t.TempDir(), "hole")

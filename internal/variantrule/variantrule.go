@@ -1,5 +1,5 @@
-// Package variantrule implements rules for users to force or forbid variants of ops, for the machines
-// of packages cudaops and cpuops.
+// Package variantrule implements the rules with which users force or forbid variants of ops in the
+// machines of packages cudaops and cpuops.
 package variantrule
 
 import (
@@ -61,7 +61,7 @@ func (rules Rules) WithEnvironment() (Rules, error) {
 // Applies reports whether the rule applies to an op.
 func (r Rule) Applies(op string) bool { return matches(r.Op, op) }
 
-// Names reports whether the rule is about a variant.
+// Names reports whether the rule applies to a variant.
 func (r Rule) Names(variant string) bool { return matches(r.Variant, variant) }
 
 // matches reports whether name matches pattern.

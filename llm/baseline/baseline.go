@@ -1,6 +1,6 @@
-// Package baseline measures how well text can be predicted without a neural network, in bits per byte.
-// [TrainOrder2] counts sequences of three bytes and makes an [Order2], and [GzipBitsPerByte] uses gzip. A
-// language model that doesn't beat these has learned little.
+// Package baseline measures, in bits per byte, how well text can be predicted without a neural
+// network. [TrainOrder2] counts three-byte sequences to train an [Order2] model, and
+// [GzipBitsPerByte] uses gzip. A language model that doesn't beat these has learned little.
 package baseline
 
 import (
@@ -13,7 +13,7 @@ import (
 	"slices"
 )
 
-// Order2 predicts a byte from the two preceding bytes, by how often it followed them in the
+// Order2 predicts a byte from the two preceding ones, according to how often it followed them in the
 // training text. It interpolates the estimates of orders 2, 1 and 0 and the uniform distribution by
 // method C of Witten and Bell:
 //
@@ -22,11 +22,11 @@ import (
 //	P₀(b)        = (n(b) + t / 256) / (n + t)
 //
 // Here n counts occurrences in the training text, and t counts the different bytes that follow a
-// context in it. (Witten and Bell, "The zero-frequency problem", 1991. On Go source this method was
-// better than absolute discounting at every size of training text from 100 KB to 86 MB.)
+// context in it. (Witten and Bell, "The zero-frequency problem", 1991. On Go source, this method
+// outperformed absolute discounting for all training text sizes from 100 KB to 86 MB.)
 //
-// Order2 is the reference for a byte-level language model: a model with more bits per byte has
-// learned less than a table of trigrams. Methods may be called concurrently.
+// Order2 is the baseline for byte-level language models, since a model that needs more bits per byte
+// has learned less than a table of trigrams. Methods may be called concurrently.
 type Order2 struct {
 	counts [3][]uint32 // by order: n(b) [256], n(a₂b) [256²], n(a₁a₂b) [256³]
 	totals [3][]uint64 // n of each context: [1], [256], [256²]
@@ -34,9 +34,8 @@ type Order2 struct {
 }
 
 // TrainOrder2 counts the bytes of r. After each MiB it calls progress, unless it is nil, with the
-// number of bytes read so far. If ctx ends, TrainOrder2 returns an error that wraps its cause. It
-// also returns an error if reading fails or r has less than 3 bytes. The counts have 32 bits and
-// stay at the maximum once they reach it.
+// number of bytes read so far. It returns an error if reading fails, if r holds fewer than 3 bytes,
+// or if ctx is done, in which case the error wraps the cause. The counts are 32-bit and saturate.
 func TrainOrder2(ctx context.Context, r io.Reader, progress func(read int64)) (*Order2, error) {
 	switch {
 	case ctx == nil:
@@ -116,7 +115,7 @@ func (m *Order2) probability(a1, a2, b byte) float64 {
 	p := 1.0 / 256
 	context := 0
 	for order, next := range [3]byte{0, a2, a1} {
-		// The context of an order is the context of the next lower order, preceded by one more byte.
+		// Each order's context extends that of the next lower order by one preceding byte.
 		context |= int(next) << (8 * max(order-1, 0))
 		n, t := float64(m.totals[order][context]), float64(m.seen[order][context])
 		if n == 0 {
@@ -128,10 +127,10 @@ func (m *Order2) probability(a1, a2, b byte) float64 {
 	return p
 }
 
-// BitsPerByte returns the mean of -log₂ P₂ over all bytes of the text except the first, which is
-// only a context, as in a language model. The context of the second byte is the first byte twice.
-// BitsPerByte returns an error if the text has less than 2 bytes, if [TrainOrder2] did not make m,
-// or if ctx ends. In the last case the error wraps the cause.
+// BitsPerByte returns the mean of -log₂ P₂ over all bytes of the text except the first, which is only
+// a context, as in a language model. The context of the second byte is the first byte twice.
+// BitsPerByte returns an error if the text is shorter than 2 bytes, if m was not created by
+// [TrainOrder2], or if ctx is done, in which case the error wraps the cause.
 func (m *Order2) BitsPerByte(ctx context.Context, text []byte) (float64, error) {
 	if ctx == nil {
 		return 0, fmt.Errorf("baseline: Order2.BitsPerByte: %w", errNoContext)
@@ -160,9 +159,9 @@ func (m *Order2) BitsPerByte(ctx context.Context, text []byte) (float64, error) 
 	return bits / float64(len(text)-1), nil
 }
 
-// GzipBitsPerByte returns the size in bits of the text after compression like gzip -9, divided by
-// the length of the text in bytes. It returns an error if the text is empty, or if ctx ends,
-// wrapping its cause.
+// GzipBitsPerByte returns the size of the text in bits after compression with gzip -9, divided by its
+// original length in bytes. It returns an error if the text is empty, or if ctx is done, in which
+// case the error wraps the cause.
 func GzipBitsPerByte(ctx context.Context, text []byte) (float64, error) {
 	if ctx == nil {
 		return 0, fmt.Errorf("baseline: GzipBitsPerByte: %w", errNoContext)

@@ -1,5 +1,5 @@
-// Package chatdata reads the data that chat models are fine-tuned on, and turns it into token ids with
-// a mask of the tokens to learn.
+// Package chatdata reads fine-tuning data for chat models and converts it to token ids, with a mask
+// of the tokens to learn.
 //
 // A data file holds JSON Lines: one example per line, in any of these layouts.
 //
@@ -9,8 +9,8 @@
 //	{"prompt": "Hi", "chosen": " Hello!", "rejected": " Go away."}
 //
 // A prompt, a completion, and the answers of a preference pair are either strings or lists of
-// messages. A conversation may have "tools" and "chat_template_kwargs" for the chat template. Other
-// members of a line are ignored.
+// messages. A conversation may include "tools" and "chat_template_kwargs" for the chat template.
+// Other members of a line are ignored.
 //
 // Read yields the examples of a file:
 //
@@ -20,8 +20,8 @@
 //		...
 //	}
 //
-// An Encoder renders examples with the chat template of a model. Of a conversation, the model learns
-// the assistant's words and the token that ends each of its turns. Everything else is context.
+// An Encoder renders examples with a model's chat template. From a conversation, the model learns
+// only the assistant's words and the token that ends each of its turns; everything else is context.
 //
 // NewLoader packs the sequences of a data set into batches for training.
 package chatdata
@@ -35,8 +35,8 @@ import (
 // A Format is the layout of an example.
 type Format int
 
-// The formats. Parsing tries them in this order, so a line with the members of several formats has the
-// first one.
+// The formats. Parsing tries them in this order, so a line that matches several formats is read as
+// the first one.
 const (
 	Preference       Format = iota + 1 // a prompt with a chosen and a rejected answer
 	Conversation                       // a list of messages
@@ -85,7 +85,7 @@ type Example struct {
 	Variables map[string]json.RawMessage // further variables of the chat template
 }
 
-// A Problem reports an example that cannot be used, or that may not teach the model as its author
+// A Problem reports an example that cannot be used, or that may not teach the model what its author
 // expects.
 type Problem struct {
 	File string

@@ -17,14 +17,15 @@ type Report struct {
 	Tokens, Learned int
 
 	// Problems list the examples that cannot be used, in the order of the file. Warnings list usable
-	// examples that may not teach the model as their author expects.
+	// examples that may not teach the model what their author expects.
 	Problems, Warnings []*Problem
 }
 
-// Check reads and encodes a data file. The name appears in problems. The function progress is called
-// after each line with the number of lines so far, unless it is nil. If it fails, the check ends.
+// Check reads and encodes a data file. The name appears in problems. Unless progress is nil, it is
+// called after each line with the number of lines read so far, and an error from it ends the check.
 //
-// Check returns an error only if r or progress fails. The report has the problems of examples.
+// Check returns an error only if r or progress fails. Problems with examples are listed in the
+// report.
 func (e *Encoder) Check(r io.Reader, name string, progress func(lines int) error) (*Report, error) {
 	report := &Report{Examples: map[Format]int{}}
 	seen := map[string]int{} // the line of each sequence
@@ -72,8 +73,8 @@ func (e *Encoder) Check(r io.Reader, name string, progress func(lines int) error
 	return report, nil
 }
 
-// warnings returns what may surprise the author of an example. The map seen has the lines of earlier
-// examples by the fingerprints of their sequences.
+// warnings returns what may surprise the author of an example. The map seen holds the line numbers of
+// earlier examples, keyed by the fingerprints of their sequences.
 func (e *Encoder) warnings(x *Example, sequences []Sequence, seen map[string]int) (all []*Problem) {
 	warn := func(fix, format string, args ...any) {
 		p := x.problem(fix, format, args...)
@@ -144,7 +145,7 @@ func (e *Encoder) specialToken(text string) string {
 	return ""
 }
 
-// learnedText returns the text of the tokens that are learned.
+// learnedText returns the text of the learned tokens.
 func (e *Encoder) learnedText(sequences []Sequence) string {
 	var ids []int
 	for _, s := range sequences {
@@ -180,7 +181,7 @@ func (r *Report) Longest() int {
 	return n
 }
 
-// A Bucket counts the sequences with at most Tokens tokens that do not belong to an earlier bucket.
+// A Bucket counts the sequences of at most Tokens tokens that were not counted by an earlier bucket.
 type Bucket struct{ Tokens, Sequences int }
 
 // Histogram counts the sequences by their lengths, in buckets that end at powers of two.

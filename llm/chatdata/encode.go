@@ -12,21 +12,22 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
 )
 
-// Tokenizer is the interface between an Encoder and the tokenizer of a model. Package
+// Tokenizer is the interface between an Encoder and a model's tokenizer. Package
 // [github.com/kasmina-go/kasmina/llm/tokenizer/hf] implements it.
 type Tokenizer interface {
-	// Encode returns the tokens of a text. The name of a special token in the text becomes that token.
+	// Encode returns the tokens of a text. Names of special tokens in the text are encoded as these
+	// tokens.
 	Encode(text []byte) []int
-	// DecodeWhole returns the text of tokens, special tokens included.
+	// DecodeWhole returns the text of the tokens, including special ones.
 	DecodeWhole(ids []int) ([]byte, error)
 	// Affixes returns the tokens that begin and end a text that is not a conversation.
 	Affixes() (before, after []int)
-	// Token returns a token as the tokenizer's file writes it.
+	// Token returns a token as it is written in the tokenizer's file.
 	Token(id int) (string, bool)
 	IsSpecial(id int) bool
 }
 
-// An Encoder turns examples into tokens. Several goroutines may use it at the same time.
+// An Encoder converts examples to tokens. It is safe for concurrent use.
 type Encoder struct {
 	Tokenizer Tokenizer
 	Template  *chat.Template // may be nil if no example is a conversation
@@ -35,15 +36,15 @@ type Encoder struct {
 	// conversations.
 	End []int
 
-	// MaxTokens is the most tokens that a sequence may have, or 0 for any number.
+	// MaxTokens is the maximum number of tokens in a sequence, or 0 for no limit.
 	MaxTokens int
 
-	// Now is the date for templates that write one. Keep it for the whole run, so that a run that is
+	// Now is the date for templates that write one. Keep it constant for the whole run, so that a run
 	// resumed on another day sees the same text.
 	Now time.Time
 }
 
-// A Sequence is a text as tokens, with a mask of the tokens to learn.
+// A Sequence is a tokenized text with a mask of the tokens to learn.
 type Sequence struct {
 	File string
 	Line int
@@ -52,7 +53,7 @@ type Sequence struct {
 	Learn []bool // Learn[i] reports whether the model is trained to predict IDs[i]
 }
 
-// Learned returns the number of tokens that are learned.
+// Learned returns the number of learned tokens.
 func (s Sequence) Learned() int {
 	n := 0
 	for _, learn := range s.Learn {
@@ -63,19 +64,19 @@ func (s Sequence) Learned() int {
 	return n
 }
 
-// Encode returns the sequences of an example: the chosen and the rejected answer of a preference pair,
-// and otherwise usually one.
+// Encode returns the sequences of an example. A preference pair yields one for the chosen answer and
+// one for the rejected answer; other examples usually yield a single sequence.
 //
 // Conversations are rendered with the chat template. The tokens to learn are found by rendering the
-// messages before each turn of the assistant. A turn starts after the invitation to the assistant, which
-// the template adds for generation, and includes the end token. So the model learns exactly the tokens
-// that it has to generate.
+// messages before each turn of the assistant. A turn starts after the assistant prefix that the
+// template adds for generation, and includes the end token, so the model learns exactly the tokens it
+// will have to generate.
 //
 // Some templates change the rendering of a message once another message follows. Such a conversation
-// becomes several sequences: one for each turn of the assistant, rendered as for generation.
+// becomes several sequences, one for each turn of the assistant, rendered as for generation.
 //
-// An error is a *[Problem] if the example is at fault: if it does not fit in MaxTokens, if there is
-// nothing to learn, if the template refuses the conversation, or if the template ends a turn of the
+// The error is a *[Problem] if the example is at fault, that is, if it exceeds MaxTokens, if there is
+// nothing to learn, if the template rejects the conversation, or if the template ends a turn of the
 // assistant without one of the End tokens.
 func (e *Encoder) Encode(x Example) ([]Sequence, error) {
 	if len(e.End) == 0 {
@@ -165,7 +166,7 @@ func (e *Encoder) conversation(x *Example, answer Content) ([]Sequence, error) {
 	}
 
 	messages := slices.Concat(x.Prompt.Messages, answer.Messages)
-	var turns []int // the assistant's messages that are learned
+	var turns []int // the assistant's messages to learn
 	for i := len(x.Prompt.Messages); i < len(messages); i++ {
 		if messages[i].Role == "assistant" {
 			turns = append(turns, i)
@@ -210,7 +211,8 @@ type renderer struct {
 	messages []Message
 }
 
-// render renders the first n messages, with an invitation to the assistant if it is to speak next.
+// render renders the first n messages, followed by the assistant prefix if the assistant is to speak
+// next.
 func (r *renderer) render(n int, assistant bool) (string, error) {
 	if n == 0 {
 		return "", nil
@@ -244,8 +246,8 @@ func (r *renderer) render(n int, assistant bool) (string, error) {
 	return out, nil
 }
 
-// learn marks the tokens of message i, which is the assistant's, in a sequence that is the full
-// conversation. The assistant's next message is the one with index next.
+// learn marks the tokens of message i, written by the assistant, in the sequence for the full
+// conversation. next is the index of the assistant's next message.
 func (r *renderer) learn(s *Sequence, full string, i, next int) error {
 	begin, err := r.begin(full, i)
 	if err != nil {
@@ -253,8 +255,8 @@ func (r *renderer) learn(s *Sequence, full string, i, next int) error {
 	}
 
 	// Find the end token of the turn. If the messages up to this turn are rendered as in the full
-	// conversation, it is the last end token in them, even if the assistant's words contain another.
-	// Otherwise, it is the first end token after the start of the turn.
+	// conversation, it is the last end token in them, even if the assistant's words contain another
+	// one. Otherwise, it is the first end token after the start of the turn.
 	finished, err := r.render(i+1, false)
 	if err != nil {
 		return err
@@ -313,8 +315,8 @@ func (r *renderer) begin(full string, i int) (int, error) {
 		return len(invited), nil
 	}
 
-	// Some templates invite the assistant to think, with words that the finished turn lacks. What both
-	// have in common must include all earlier messages.
+	// Some templates prompt the assistant to think, with words missing from the finished turn. The
+	// common prefix of both must include all earlier messages.
 	context, err := r.render(i, false)
 	if err != nil {
 		return 0, err
@@ -328,8 +330,8 @@ func (r *renderer) begin(full string, i int) (int, error) {
 	return common, nil
 }
 
-// separate encodes each turn of the assistant as a separate sequence. The sequence has the messages
-// before the turn, rendered as for generation, and the turn.
+// separate encodes each turn of the assistant as a separate sequence. The sequence consists of the
+// messages before the turn, rendered as for generation, and the turn itself.
 func (r *renderer) separate(turns []int) (all []Sequence, err error) {
 	for _, i := range turns {
 		full, err := r.render(i+1, false)
@@ -370,8 +372,8 @@ func (e *Encoder) tokensBefore(ids []int, text string, at int) (int, error) {
 		return n, nil
 	}
 
-	// A token of the text crosses the boundary, or the tokens before it are cut differently because of
-	// what follows. Count the tokens that decode to no more than the head does.
+	// A token of the text crosses the boundary, or the tokens before it are split differently because
+	// of what follows. Count the tokens that decode to no more than the head does.
 	want, err := e.Tokenizer.DecodeWhole(head)
 	if err != nil {
 		return 0, err

@@ -12,32 +12,32 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
-// A Loader returns batches of packed sequences without end. Each epoch goes through all rows in a new
-// order, which depends only on the seed and the epoch. A Loader must not be used by several goroutines
-// at once.
+// A Loader returns an endless series of batches of packed sequences. Each epoch goes through all rows
+// in a new order that depends only on the seed and the epoch. A Loader is not safe for concurrent
+// use.
 type Loader struct {
 	sequences []Sequence
 	rows      [][]int // indices of the sequences in each row
 	targets   []int   // number of targets in each row
-	vocab     int     // more than every id
+	vocab     int     // larger than every id
 	config    data.LoaderConfig
 	state     data.LoaderState
 	batch     data.Batch
 
 	order []int // the rows in the order of the epoch
-	epoch int64 // that order belongs to, or -1
+	epoch int64 // epoch of that order, or -1
 }
 
 // NewLoader packs sequences into rows of c.Seq tokens and returns a Loader at the start of its first
 // epoch.
 //
-// The batches say where each sequence of a row starts, so that attention does not reach from one
-// sequence into another. Tokens that are not learned have the target -1, and so has the rest of a row
-// that is not full.
+// The batches specify where each sequence of a row starts, so that attention does not reach from one
+// sequence into another. The target of every token that is not learned is -1, as are the targets in
+// the unused rest of a row.
 //
-// A sequence of c.Seq+1 tokens still fits, because its last token is only a target. It is an error if a
-// sequence is longer, or if nothing is to be learned. A sequence of which nothing is learned is left
-// out, so that every batch has targets.
+// A sequence of c.Seq+1 tokens still fits, because its last token is only a target. It is an error if
+// a sequence is longer, or if there is nothing to learn at all. Sequences without learned tokens are
+// left out, so that every batch contains targets.
 func NewLoader(sequences []Sequence, c data.LoaderConfig) (*Loader, error) {
 	if c.Batch < 1 || c.Seq < 1 {
 		return nil, fmt.Errorf("chatdata: NewLoader: batches of %d rows of %d tokens, want at least 1 of each",
@@ -55,7 +55,7 @@ func NewLoader(sequences []Sequence, c data.LoaderConfig) (*Loader, error) {
 				s.File, s.Line, len(s.IDs), c.Seq+1)
 		}
 		if s.targets() == 0 {
-			lengths[i] = c.Seq + 1 // Pack leaves out what is longer than a row
+			lengths[i] = c.Seq + 1 // Pack leaves out sequences longer than a row
 			continue
 		}
 		vocab = max(vocab, slices.Max(s.IDs)+1)
@@ -87,7 +87,7 @@ func NewLoader(sequences []Sequence, c data.LoaderConfig) (*Loader, error) {
 	}, nil
 }
 
-// targets returns the number of tokens that are learned. The first one cannot be, because nothing
+// targets returns the number of learned tokens. The first token cannot be learned, because nothing
 // precedes it.
 func (s Sequence) targets() (n int) {
 	for _, learn := range s.Learn[min(1, len(s.Learn)):] {
@@ -126,10 +126,11 @@ func (l *Loader) Config() data.LoaderConfig { return l.config }
 // VocabSize returns a number that is larger than every token id.
 func (l *Loader) VocabSize() int { return l.vocab }
 
-// Tokenizer returns "": the sequences do not say which tokenizer made them.
+// Tokenizer returns "", because sequences do not record which tokenizer produced them.
 func (l *Loader) Tokenizer() string { return "" }
 
-// CountTargets returns the number of tokens to learn in the next batches. It does not move the loader.
+// CountTargets returns the number of tokens to learn in the given number of next batches, without
+// advancing the loader.
 func (l *Loader) CountTargets(batches int) (n int) {
 	state, order, epoch := l.state, l.order, l.epoch
 	for range batches * l.config.Batch {
@@ -139,15 +140,15 @@ func (l *Loader) CountTargets(batches int) (n int) {
 	return n
 }
 
-// KnowsDocuments reports that batches say where sequences start.
+// KnowsDocuments reports that batches specify where sequences start.
 func (l *Loader) KnowsDocuments() bool { return true }
 
-// State returns the loader's place: a loader set to it continues with the batch that Next returns
-// next.
+// State returns the loader's position. A loader set to it continues with the batch that Next would
+// return.
 func (l *Loader) State() data.LoaderState { return l.state }
 
-// SetState moves the loader to a place that State returned. The batch size may differ. The error is a
-// [data.ErrChanged] if the state belongs to different data.
+// SetState moves the loader to a position returned by State. The batch size may differ. The error is
+// a [data.ErrChanged] if the state belongs to different data.
 func (l *Loader) SetState(s data.LoaderState) error {
 	switch {
 	case s.Data != l.state.Data:
@@ -164,7 +165,7 @@ func (l *Loader) SetState(s data.LoaderState) error {
 	return nil
 }
 
-// Next returns the next batch. Its memory is used again by the following call.
+// Next returns the next batch. Its memory is reused by the following call.
 func (l *Loader) Next() (data.Batch, error) {
 	l.batch.Count = 0
 	for i := range l.config.Batch {
@@ -219,7 +220,7 @@ func (l *Loader) fill(at int, row []int) {
 	}
 }
 
-// InUse returns the batch that Next returned last: one of zeros before the first.
+// InUse returns the batch that Next returned last, or a batch of zeros before the first call.
 func (l *Loader) InUse() data.Batch { return l.batch }
 
 // Sequences returns the sequences of the loader.

@@ -7,10 +7,10 @@ import (
 )
 
 // Pack distributes items of the given lengths over rows of the given size, so that few rows are
-// needed. Each row is a list of indices into lengths. Items that are longer than a row are left out.
+// needed. Each row is a list of indices into lengths. Items longer than a row are left out.
 //
-// Pack uses the best-fit decreasing algorithm: the longest remaining item goes to the fullest row that
-// has room for it. Equal lengths give equal rows.
+// Pack uses the best-fit decreasing algorithm, which places the longest remaining item in the fullest
+// row with room for it. Equal lengths give equal rows.
 func Pack(lengths []int, size int) (rows [][]int) {
 	order := make([]int, 0, len(lengths))
 	for i, n := range lengths {
@@ -21,7 +21,8 @@ func Pack(lengths []int, size int) (rows [][]int) {
 
 	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(lengths[b], lengths[a]) })
 
-	// free[room] lists the rows with room places left. Bit room of occupied is set if there are any.
+	// free[room] lists the rows with exactly room free places. Bit room of occupied is set if there
+	// are any.
 	free := make([][]int, size+1)
 	occupied := make([]uint64, size/64+1)
 	for _, item := range order {
@@ -49,7 +50,7 @@ func Pack(lengths []int, size int) (rows [][]int) {
 	return rows
 }
 
-// nextBit returns the index of the first bit that is set at from or after it, or -1.
+// nextBit returns the index of the first set bit at or after from, or -1.
 func nextBit(words []uint64, from int) int {
 	i := from / 64
 	if i >= len(words) {

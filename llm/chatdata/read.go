@@ -13,13 +13,15 @@ import (
 	"unicode/utf8"
 )
 
-// maxLine limits the bytes of a line, so that a file without line breaks does not fill the memory.
+// maxLine limits the length of a line in bytes, so that a file without line breaks does not exhaust
+// memory.
 const maxLine = 64 << 20
 
 // Read yields the examples of a data file in order. Empty lines are skipped.
 //
-// A line that is not an example yields a *[Problem], and reading continues with the next line. Any
-// other error, such as one of r, is the last that is yielded. The name appears in problems.
+// A line that is not a valid example yields a *[Problem], and reading continues with the next line.
+// Any other error, such as a read error from r, ends the sequence. Problems refer to the file by
+// name.
 func Read(r io.Reader, name string) iter.Seq2[Example, error] {
 	return func(yield func(Example, error) bool) {
 		lines := bufio.NewReaderSize(r, 1<<16)
@@ -83,7 +85,7 @@ func (x *Example) parse(line []byte) *Problem {
 
 	for name, value := range members {
 		if string(value) == "null" {
-			delete(members, name) // a table with several formats has null in the unused columns
+			delete(members, name) // a table of several formats contains null in the unused columns
 		}
 	}
 
@@ -234,7 +236,7 @@ func parseMessage(text json.RawMessage) (Message, error) {
 	case !ok && !calls:
 		return m, errors.New(`has no "content"`)
 	case !ok || string(content) == "null" || content[0] == '[':
-		return m, nil // a tool call without words, or text and pictures in parts
+		return m, nil // a tool call without text, or a message consisting of text and image parts
 	case content[0] != '"':
 		return m, errors.New(`has a "content" that is neither a string nor a list of parts`)
 	}

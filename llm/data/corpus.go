@@ -1,12 +1,12 @@
-// Package data finds text, stores it as tokens and forms batches from it.
+// Package data finds text, stores it as tokens, and forms batches from it.
 //
 //	Open  →  Corpus.Train    →  Tokenize, or CacheTokens  →  NewLoader  →  Batch after Batch
 //	         Corpus.HeldOut  →  Text.Sample  →  NewEvaluation
 //
-// Start with [Open]. It returns a [Corpus], the text of a file or a folder divided into a part to
-// train on and a held-out part. [Tokens] are the token ids of a text, from files, from memory or
-// from a [TokenFile]. A [Loader] returns batches of them in a random order, which it can resume. An
-// [Evaluation] always returns its batches in the same order.
+// Start with [Open]. It returns a [Corpus], which is the text of a file or a directory, divided into
+// a part to train on and a held-out part. [Tokens] are the token ids of a text, from files, from
+// memory or from a [TokenFile]. A [Loader] returns batches of them in a random order that can be
+// resumed, whereas an [Evaluation] always returns its batches in the same order.
 package data
 
 import (
@@ -34,16 +34,17 @@ import (
 // removed after it was opened, or a LoaderState that belongs to other data.
 var ErrChanged = errors.New("the data has changed")
 
-// A Corpus is the text of a file or of the files in a folder. It is split into one part to train on
-// and a held-out part. Only a table of the files is kept in memory. Their contents are read on
+// A Corpus is the text of a file or of the files in a directory, split into one part to train on and
+// a held-out part. Only a table of the files is kept in memory, while their contents are read on
 // demand.
 //
-// The split depends on the number of files, their paths relative to the folder and the split seed.
-// It is therefore the same in every run and on every machine:
+// The split depends only on the number of files, their paths relative to the directory, and the split
+// seed. It is therefore the same in every run and on every machine:
 //   - A corpus of 20 or more files is split by file. A hash of the seed and a file's path is
 //     interpreted as a number in [0, 1), and the file is held out if this number is less than the
-//     held-out share. The file with the smallest hash is always held out. New files do not move other
-//     files to the other part, except a file that was held out only for its smallest hash.
+//     held-out share. The file with the smallest hash is always held out. Adding files does not move
+//     existing ones from one part to the other, except a file that was held out only because its hash
+//     was the smallest.
 //   - With fewer files, the last bytes of each file are held out.
 //
 // In both parts the order of the files is derived from the seed, so that the first bytes are a fair
@@ -53,8 +54,8 @@ type Corpus struct {
 	HeldOut *Text
 }
 
-// minFilesToSplit is the smallest number of files that are split by file. With fewer, the held-out
-// share would depend too much on the sizes of single files.
+// minFilesToSplit is the smallest number of files for splitting by file. With fewer, the held-out
+// share would depend too much on the sizes of individual files.
 const minFilesToSplit = 20
 
 type config struct {
@@ -67,7 +68,8 @@ type config struct {
 // An Option configures which files Open uses and how it splits them.
 type Option func(*config) error
 
-// WithExtensions restricts a folder to files with one of the given extensions, such as ".go" or "go".
+// WithExtensions restricts a directory to files with one of the given extensions, such as ".go" or
+// "go".
 func WithExtensions(extensions ...string) Option {
 	return func(c *config) error {
 		if len(extensions) == 0 {
@@ -106,7 +108,7 @@ func WithSplitSeed(seed uint64) Option {
 
 // WithMaxBytes limits the corpus to about n bytes, divided between the two parts by the held-out
 // share. n must be at least 2. Each part consists of its first files in the order derived from the
-// seed, and its last file is cut.
+// seed, the last of which is truncated.
 func WithMaxBytes(n int64) Option {
 	return func(c *config) error {
 		if n < 2 {
@@ -117,10 +119,10 @@ func WithMaxBytes(n int64) Option {
 	}
 }
 
-// Open finds the text at path, which is a file or a folder. A folder is searched recursively. Open skips
-// files and folders with names that start with a dot, symbolic links inside a folder, empty files, and
-// binary files, which have a zero byte among the first 8192. path itself may be a symbolic link. A file
-// that path names directly is used even if it is binary.
+// Open finds the text at path, which is a file or a directory. Directories are searched recursively.
+// Open skips files and directories whose names start with a dot, symbolic links inside a directory,
+// empty files, and binary files, which contain a zero byte among the first 8192. path itself may be a
+// symbolic link. A file that path names directly is used even if it is binary.
 //
 // Open returns an error if path does not exist, if something in it cannot be read, or if there is
 // not enough text for both parts.
@@ -166,9 +168,9 @@ func OpenText(path string) (*Text, error) {
 	return newText(root, files), nil
 }
 
-// findFiles returns the files in lexical order, and the folder that their names are relative to.
+// findFiles returns the files in lexical order, and the directory that their names are relative to.
 func findFiles(path string, extensions []string) (root string, files []document, err error) {
-	if path == "" { // EvalSymlinks returns the current folder for it.
+	if path == "" { // EvalSymlinks returns the current directory for it.
 		return "", nil, errors.New(`the path is "", want that of a file or a folder with text`)
 	}
 
@@ -204,7 +206,7 @@ func findFiles(path string, extensions []string) (root string, files []document,
 	return filepath.Dir(root), []document{newDocument(filepath.Base(root), info)}, nil
 }
 
-// A search collects the text files of a folder and counts the files that it skips.
+// A search collects the text files in a directory and counts the files it skips.
 type search struct {
 	root       string
 	extensions []string
@@ -213,7 +215,7 @@ type search struct {
 	seen, matched, empty, binary int
 }
 
-// visit is called for every file and folder in lexical order.
+// visit is called for every file and directory in lexical order.
 func (s *search) visit(name string, entry fs.DirEntry, err error) error {
 	if err != nil {
 		return err
@@ -329,17 +331,17 @@ func (c *config) split(files []document) (train, held []document) {
 	return train, held
 }
 
-// hash returns 64 uniformly distributed bits for a purpose and a name. SHA-256 distributes evenly
-// and gives the same bits on every machine.
+// hash returns 64 uniformly distributed bits for a purpose and a name. SHA-256 distributes evenly,
+// and its result doesn't depend on the machine.
 func (c *config) hash(purpose, name string) uint64 {
 	sum := sha256.Sum256(fmt.Appendf(nil, "%s\x00%d\x00%s", purpose, c.seed, name))
 	return binary.BigEndian.Uint64(sum[:])
 }
 
-// GoSource returns the folder with the source of Go's standard library and tools, about 80 MB of
-// .go files. Every Go installation contains it. GoSource uses the environment variable GOROOT or,
-// if that is not set, the output of `go env GOROOT`. It returns an error if the command fails or
-// the folder does not contain the source.
+// GoSource returns the directory with the source of Go's standard library and tools, about 80 MB of
+// .go files, which every Go installation contains. GoSource uses the environment variable GOROOT or,
+// if that is not set, the output of `go env GOROOT`. It returns an error if the command fails or the
+// directory does not contain the source.
 func GoSource() (string, error) {
 	root := os.Getenv("GOROOT")
 	if root == "" {

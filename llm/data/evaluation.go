@@ -34,7 +34,7 @@ func (e *Evaluation) Fingerprint() string {
 }
 
 // NewEvaluation encodes the text for batches of the given number of sequences of seq tokens. It
-// returns an error unless the text has at least two tokens and the tokens after the first stand for
+// returns an error unless the text has at least two tokens and the tokens after the first represent
 // at least one byte.
 func NewEvaluation(text []byte, tok tokenizer.Tokenizer, batch, seq int) (*Evaluation, error) {
 	return newEvaluation("NewEvaluation", [][]byte{text}, false, tok, batch, seq)
@@ -42,8 +42,8 @@ func NewEvaluation(text []byte, tok tokenizer.Tokenizer, batch, seq int) (*Evalu
 
 // NewDocumentEvaluation is like [NewEvaluation] for several documents, or parts of documents, and a
 // model with Config.Documents. The batches contain the start positions of the documents. Each
-// document is encoded separately. If the tokenizer is a BPE or has a method EndOfDocument() int,
-// the token for the end of a document follows each document and is a target as well.
+// document is encoded separately. If the tokenizer is a BPE or implements EndOfDocument() int, the
+// end-of-document token follows each document and is a target as well.
 func NewDocumentEvaluation(documents [][]byte, tok tokenizer.Tokenizer,
 	batch, seq int) (*Evaluation, error) {
 	return newEvaluation("NewDocumentEvaluation", documents, true, tok, batch, seq)
@@ -121,7 +121,7 @@ func (e *Evaluation) Seq() int { return e.seq }
 // IDs yields all tokens in the order of the sequences.
 func (e *Evaluation) IDs() iter.Seq[int] { return slices.Values(e.ids) }
 
-// Bytes returns the number of text bytes that the targets stand for.
+// Bytes returns the number of text bytes that the targets represent.
 func (e *Evaluation) Bytes() int { return e.bytes }
 
 // Batches yields the batches in order. The memory of a batch is reused for the next one.

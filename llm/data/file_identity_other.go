@@ -7,6 +7,6 @@ import (
 	"time"
 )
 
-// fileIdentity returns nothing on this system. Only the size and the modification time identify a
-// file.
+// fileIdentity returns nothing on this system, where only the size and the modification time identify
+// a file.
 func fileIdentity(fs.FileInfo) (identity string, changed time.Time) { return "", time.Time{} }

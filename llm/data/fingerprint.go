@@ -22,8 +22,8 @@ import (
 
 var errNoContext = errors.New("the context is nil, want one such as context.Background()")
 
-// fingerprintPiece is the number of bytes that one goroutine hashes at a time. The pieces of a
-// large file are hashed on all cores.
+// fingerprintPiece is the number of bytes one goroutine hashes at a time, so that large files are
+// hashed on all cores.
 const fingerprintPiece = 16 << 20
 
 // fingerprinted is the fingerprint of a Text once it is known.
@@ -32,17 +32,18 @@ type fingerprinted struct {
 	value string
 }
 
-// Fingerprint returns 64 hexadecimal digits that identify the contents of the text: a SHA-256 over the
-// bytes of its documents, in order, and the end of each. Names and folders do not matter.
+// Fingerprint returns 64 hexadecimal digits that identify the contents of the text. They are a
+// SHA-256 over the bytes of its documents, in order, and the end of each. File and directory names do
+// not matter.
 //
-// Fingerprint reads the whole text once, on all cores. It stores the result in the user's cache folder
-// together with the files' paths, sizes and times. As long as these do not change, later calls return it
-// without reading the text.
+// Fingerprint reads the whole text once, on all cores. It stores the result in the user's cache
+// directory together with the files' paths, sizes and times. As long as these do not change, later
+// calls return it without reading the text.
 //
-// If progress is not nil, it is called with the number of bytes read and the total. It is not
-// called if the fingerprint is known already. An error of progress ends the work. Fingerprint also
-// returns an error if a file cannot be read or has changed (ErrChanged), or if ctx ends. It is safe
-// for concurrent use.
+// If progress is not nil, it is called with the number of bytes read and the total. It is not called
+// if the fingerprint is already known. An error from progress aborts the computation. Fingerprint
+// also returns an error if a file cannot be read or has changed (ErrChanged), or if ctx is done. It
+// is safe for concurrent use.
 func (t *Text) Fingerprint(ctx context.Context, progress func(bytes, total int64) error) (
 	string, error) {
 	if ctx == nil {
@@ -186,8 +187,8 @@ func (t *Text) file(d document) string {
 	return name
 }
 
-// fingerprintSettle is the minimum age of a file's times in the cache. File systems record times in
-// steps of up to two seconds, so a later write could leave more recent times unchanged.
+// fingerprintSettle is the minimum age of a file's times for caching its fingerprint. File systems
+// record times in steps of up to two seconds, so a write could leave more recent times unchanged.
 var fingerprintSettle = 3 * time.Second
 
 // settled reports whether the times of all files were at least fingerprintSettle old at began.
@@ -210,13 +211,13 @@ func (t *Text) unchanged() bool {
 	})
 }
 
-// fingerprints is the path of the file of known fingerprints in the user's cache folder, or "" if the
-// user has none. If the file can't be read or written, fingerprints are computed again.
+// fingerprints is the path of the file of known fingerprints in the user's cache directory, or "" if
+// there is no such directory. If the file can't be read or written, fingerprints are computed again.
 type fingerprints string
 
 const (
-	fingerprintsMost  = 256     // largest number of texts in the file
-	fingerprintsBytes = 1 << 20 // largest size of the file
+	fingerprintsMost  = 256     // maximum number of texts in the file
+	fingerprintsBytes = 1 << 20 // maximum size of the file
 )
 
 // knownText is an entry of the file. The most recent entry is the last one.
@@ -283,7 +284,7 @@ func (f fingerprints) put(table, fingerprint string) {
 		return
 	}
 
-	// Without the entry the text is only hashed again.
+	// Without the entry, the text is merely hashed again.
 	_ = atomicfile.WriteMkdir(string(f), func(w *os.File) error {
 		_, err := w.Write(text)
 		return err

@@ -10,17 +10,17 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// A Batch holds sequences of token ids and, for each id, the id that follows it in the text. Both
-// are [batch, seq] by rows. A target of -1 marks a row that does not count.
+// A Batch holds sequences of token ids and, for each id, the id that follows it in the text. Both are
+// [batch, seq] in row-major order. A target of -1 is ignored.
 type Batch struct {
 	Inputs, Targets []int
-	Count           int // number of targets that count
+	Count           int // number of targets other than -1
 
-	// Share is the weight of the batch's mean loss in the loss of its optimizer step. A trainer sets it
-	// if batches have different numbers of targets. 0 means that all batches weigh the same.
+	// Share is the weight of the batch's mean loss in the loss of its optimizer step. A trainer sets
+	// it if batches have different numbers of targets. 0 means that all batches are weighted equally.
 	Share float64
 
-	// Key seeds the random numbers of dropout. A trainer gives each batch of a run a key of its own.
+	// Key seeds the random numbers of dropout. A trainer gives each batch of a run its own key.
 	Key int
 
 	// Starts [batch, seq] is the start of each token's document, as a position in the token's sequence.
@@ -29,8 +29,8 @@ type Batch struct {
 	// SampleText. Targets ignore the boundaries of documents.
 	Starts []int
 
-	// Positions [batch, seq] is the position of each token, for models with learned vectors for
-	// positions. If it is nil, positions count from the start of each sequence of the batch.
+	// Positions [batch, seq] is the position of each token, for models with learned position
+	// embeddings. If it is nil, positions count from the start of each sequence of the batch.
 	Positions []int
 }
 
@@ -45,7 +45,7 @@ type LoaderConfig struct {
 type LoaderState struct {
 	Seed  uint64 `json:"seed"`
 	Epoch int64  `json:"epoch"` // completed passes over the data
-	Next  int64  `json:"next"`  // windows of this epoch that were returned
+	Next  int64  `json:"next"`  // windows of this epoch returned so far
 	Seq   int    `json:"seq"`
 	Data  string `json:"data"` // fingerprint of the tokens
 }
@@ -74,9 +74,8 @@ type readAhead struct {
 	err   error
 }
 
-// NewLoader returns a Loader at the start of its first epoch. It returns an error if the tokens are
-// not enough for one sequence and the target of its last token, or if a batch has more than 2²⁶
-// tokens.
+// NewLoader returns a Loader at the start of its first epoch. It returns an error if there are too
+// few tokens for one sequence and the target of its last token, or if a batch exceeds 2²⁶ tokens.
 func NewLoader(tokens Tokens, c LoaderConfig) (*Loader, error) {
 	if tokens == nil {
 		return nil, fmt.Errorf("data: NewLoader: the tokens are nil")
@@ -194,7 +193,7 @@ func (l *Loader) readAhead() {
 	}(l.ahead, l.spare, l.state)
 }
 
-// errTokens is wrapped by the error of a batch when a method of its tokens panicked.
+// errTokens is wrapped by the error for a batch if a method of its Tokens panicked.
 var errTokens = errors.New("a method of the tokens panicked")
 
 // read fills a batch from the position s and advances s.
@@ -245,7 +244,7 @@ func (s *LoaderState) key() uint64 { return splitmix.Mix(splitmix.Mix(s.Seed) + 
 // overflow.
 const maxEpoch = 1 << 62
 
-// Tokens returns the tokens that the loader reads. It returns nil if NewLoader did not make l.
+// Tokens returns the tokens that the loader reads. It returns nil if l was not created by NewLoader.
 func (l *Loader) Tokens() Tokens {
 	if l == nil {
 		return nil
@@ -261,7 +260,7 @@ func (l *Loader) VocabSize() int {
 	return l.tokens.VocabSize()
 }
 
-// Tokenizer identifies the tokenizer of the tokens, as their method of that name does.
+// Tokenizer identifies the tokenizer of the tokens, like their method of that name.
 func (l *Loader) Tokenizer() string {
 	if l == nil || l.tokens == nil {
 		return ""
@@ -298,10 +297,10 @@ func (l *Loader) State() (s LoaderState) {
 	return s
 }
 
-// SetState moves the loader to a position that State returned, including its seed. The batch size
-// may differ. SetState returns an error that wraps ErrChanged if the state belongs to other data,
-// and an error if its sequence length differs or its position is invalid. The loader then stays
-// unchanged.
+// SetState moves the loader to a position that State returned, including its seed. The batch size may
+// differ. SetState returns an error if the sequence length differs, if the position is invalid, or if
+// the state belongs to other data, in which case the error wraps ErrChanged. After an error, the
+// loader is unchanged.
 func (l *Loader) SetState(s LoaderState) error {
 	if l == nil || l.tokens == nil {
 		return fmt.Errorf("data: Loader.SetState: %w", errNoLoader)

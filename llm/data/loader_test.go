@@ -392,8 +392,8 @@ func TestTokenizeWithLongerTokens(t *testing.T) {
 	}
 }
 
-// FuzzLoaderState gives a loader arbitrary states. Either SetState refuses the state and changes nothing,
-// or the following batches consist of the text's tokens and the state after them is valid.
+// FuzzLoaderState gives a loader arbitrary states. Either SetState rejects the state and changes
+// nothing, or the following batches consist of the text's tokens and the state after them is valid.
 func FuzzLoaderState(f *testing.F) {
 	l := loaderOf(f, upTo(100), LoaderConfig{Batch: 2, Seq: 9, Seed: 3})
 	whole, err := json.Marshal(l.State())

@@ -43,8 +43,8 @@ func newDocument(name string, info fs.FileInfo) document {
 		identity: identity, changed: changed}
 }
 
-// A Text is one part of a Corpus: its documents one after another, with nothing between them. It is
-// safe for concurrent use.
+// A Text is one part of a Corpus, consisting of its documents one after another with nothing in
+// between. It is safe for concurrent use.
 type Text struct {
 	root string
 	docs []document
@@ -107,8 +107,8 @@ func (t *Text) ReadAt(p []byte, offset int64) (int, error) {
 }
 
 // readDocument fills p from the given offset of the document's file. It opens the file for every
-// read. That takes a few microseconds, and no file has to be closed later or shared between
-// goroutines, nor can the limit of open files be reached.
+// read. This takes a few microseconds, but avoids closing files later, sharing them between
+// goroutines, and reaching the limit on open files.
 func (t *Text) readDocument(d document, p []byte, offset int64) error {
 	name := filepath.Join(t.root, filepath.FromSlash(d.name))
 	f, _, err := regular.Open(name)
@@ -145,8 +145,8 @@ func (t *Text) readDocument(d document, p []byte, offset int64) error {
 const sampleBlock = 64 << 10
 
 // Sample returns the whole text if it has at most limit bytes. Otherwise it returns limit bytes in
-// blocks of 64 KiB that are spread evenly over the text. The same text and limit always give the
-// same bytes, so that several methods can be scored on the same sample.
+// blocks of 64 KiB spread evenly over the text. The sample depends only on the text and the limit, so
+// several methods can be scored on the same one.
 func (t *Text) Sample(limit int) ([]byte, error) {
 	if t == nil {
 		return nil, errors.New("data: Text.Sample: the text is nil: Open finds some")

@@ -19,16 +19,16 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// A TokenFile is an encoded text: a file of token ids that are read on demand. It implements Tokens
-// and is safe for concurrent use.
+// A TokenFile is an encoded text, stored as a file of token ids that are read on demand. It
+// implements Tokens and is safe for concurrent use.
 //
 //	bytes 0 to 4095   "kasmina tokens 1\n", a line of JSON, "crc32c " and 8 hexadecimal digits for
 //	                  that line, and spaces
 //	from 4096 on      the ids, little-endian, of 2 bytes if the vocabulary has at most 65536
 //	                  entries, else of 4
 //
-// The line of JSON identifies the text and the tokenizer. A file is therefore not used for another
-// text, nor after the text has changed.
+// The line of JSON identifies the text and the tokenizer, so a file is never used for another text or
+// after the text has changed.
 type TokenFile struct {
 	f      *os.File
 	header tokenHeader
@@ -61,17 +61,17 @@ func newTokenHeader(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (t
 		h.Width = 2
 	}
 
-	// The prefix distinguishes these tokens from tokens of Tokenize, which adds no token at the end of
-	// documents.
+	// The prefix distinguishes these tokens from those returned by Tokenize, which adds no token at
+	// the end of documents.
 	fingerprint, err := text.Fingerprint(ctx, nil)
 	h.Fingerprint = fingerprintOf("documents "+tok.Name(), fingerprint)
 	return h, err
 }
 
-// CacheTokens returns the tokens of the text from the file at path. If the file doesn't exist, or if it
-// belongs to another tokenizer or to a text that has changed, CacheTokens first writes it like
-// [WriteTokens]. It returns an error for a damaged file or a file of another kind, and does not overwrite
-// it.
+// CacheTokens returns the tokens of the text from the file at path. If the file doesn't exist, or if
+// it belongs to another tokenizer or to a text that has changed, CacheTokens first writes it like
+// [WriteTokens]. If the file is corrupted or of another kind, CacheTokens returns an error and does
+// not overwrite it.
 func CacheTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer,
 	progress func(bytes, total int64) error) (*TokenFile, error) {
 	t, err := OpenTokens(ctx, path, text, tok)
@@ -84,9 +84,9 @@ func CacheTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tok
 	return OpenTokens(ctx, path, text, tok)
 }
 
-// OpenTokens opens a file that [WriteTokens] wrote to path, and reads it once to check it. The caller
-// must close it. The error wraps ErrChanged if the file belongs to another text (see [Text.Fingerprint])
-// or another tokenizer. OpenTokens returns an error if ctx ends.
+// OpenTokens opens the file that [WriteTokens] wrote to path, after reading it once to verify it. The
+// caller must close it. The error wraps ErrChanged if the file belongs to another text (see
+// [Text.Fingerprint]) or another tokenizer. OpenTokens also returns an error if ctx is done.
 func OpenTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer) (
 	*TokenFile, error) {
 	if ctx == nil {
@@ -229,8 +229,8 @@ func (t *TokenFile) read(ids []int, raw []byte, offset int64) error {
 // Len returns the number of tokens.
 func (t *TokenFile) Len() int64 { return t.header.Count }
 
-// ReadTokens fills dst with the tokens starting at offset. It returns an error if they are not all
-// in the file.
+// ReadTokens fills dst with the tokens starting at offset. It returns an error if the file does not
+// contain all of them.
 func (t *TokenFile) ReadTokens(dst []int, offset int64) error {
 	if offset < 0 || offset > t.Len()-int64(len(dst)) {
 		return fmt.Errorf("data: TokenFile.ReadTokens: tokens %d to %d of %d: %w", offset,
@@ -257,17 +257,17 @@ func (t *TokenFile) EndOfDocument() int { return t.end }
 // Close closes the file.
 func (t *TokenFile) Close() error { return t.f.Close() }
 
-// WriteTokens encodes the text on all cores and writes its tokens to the file at path. It replaces the
-// file atomically: if the process is killed, path has either the old file or the new one. It creates
-// missing folders of path.
+// WriteTokens encodes the text on all cores and writes its tokens to the file at path. It replaces
+// the file atomically, so that path holds either the old file or the new one even if the process is
+// killed. Missing directories are created.
 //
 // Documents are encoded separately, in portions of up to 1 MiB that end after a newline if they
-// contain one. If the tokenizer is a BPE or has a method EndOfDocument() int, the token for the end
-// of a document follows each document. The same text and tokenizer give the same file on any number
-// of cores. WriteTokens only needs memory for several portions.
+// contain one. If the tokenizer is a BPE or implements EndOfDocument() int, the end-of-document token
+// follows each document. The file depends only on the text and the tokenizer, not on the number of
+// cores. WriteTokens needs memory for only a few portions.
 //
-// If progress is not nil, it is called with the number of bytes encoded so far and the total. An
-// error of progress ends the work, and so does the end of ctx.
+// If progress is not nil, it is called with the number of bytes encoded so far and the total.
+// WriteTokens stops if progress returns an error or ctx is done.
 func WriteTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer,
 	progress func(bytes, total int64) error) error {
 	if ctx == nil {
@@ -347,7 +347,7 @@ func (h tokenHeader) encode() ([]byte, error) {
 	return append(head, bytes.Repeat([]byte(" "), tokenDataStart-len(head))...), nil
 }
 
-// A portion is a piece of a document and its encoded ids.
+// A portion is a section of a document, with its encoded ids.
 type portion struct {
 	text []byte
 	last bool   // of the document

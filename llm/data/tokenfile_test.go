@@ -415,7 +415,7 @@ func TestTokenFileBounds(t *testing.T) {
 }
 
 // FuzzOpenTokens opens arbitrary files, with and without a correct checksum of the header. OpenTokens
-// either refuses a file or reads the ids in it.
+// either rejects a file or reads the ids in it.
 func FuzzOpenTokens(f *testing.F) {
 	text := mustOpen(f,
 		texttest.Files(f, map[string]string{"a.txt": strings.Repeat("x", 100)})).Train

@@ -12,10 +12,10 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// Tokens is a text as token ids that can be read from any offset. A Loader needs nothing else from its
-// data. The ids are within the vocabulary of the tokenizer that made them. If a token ends each document,
-// an optional method EndOfDocument() int returns it. Methods may be called concurrently, because a Loader
-// reads in the background.
+// Tokens is a text as token ids that can be read from any offset. A Loader needs nothing else from
+// its data. The ids are within the vocabulary of the tokenizer that produced them. If a token ends
+// each document, an optional method EndOfDocument() int returns it. Methods may be called
+// concurrently, because a Loader reads in the background.
 type Tokens interface {
 	Len() int64
 	// Tokenizer returns the name of the tokenizer, and VocabSize the size of its vocabulary.
@@ -29,13 +29,12 @@ type Tokens interface {
 }
 
 // Tokenize returns the tokens of a text. With a tokenizer.Bytes they are read from the files of the
-// text on demand. Any other tokenizer encodes the whole text at once, in pieces of up to 1 MiB that
-// end after a newline if they contain one. The tokens are then kept in memory, with four bytes
-// each.
+// text on demand. Any other tokenizer encodes the whole text at once, in sections of up to 1 MiB that
+// end after a newline if they contain one, and the tokens are kept in memory at four bytes each.
 //
 // Tokenize needs the fingerprint of the text, which takes a pass over it unless [Text.Fingerprint]
-// has computed it before. It returns an error if the text cannot be read, if the tokenizer makes an
-// id outside its vocabulary, or if ctx ends.
+// has already computed it. It returns an error if the text cannot be read, if the tokenizer produces
+// an id outside its vocabulary, or if ctx is done.
 func Tokenize(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (Tokens, error) {
 	if ctx == nil {
 		return nil, fmt.Errorf("data: Tokenize: %w", errNoContext)
@@ -85,8 +84,8 @@ func Tokenize(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (Tokens,
 	return t, nil
 }
 
-// fingerprintOf returns the fingerprint of tokens, given a description of how they are made and the
-// fingerprint of their text.
+// fingerprintOf returns the fingerprint of tokens, given a description of how they are produced and
+// the fingerprint of their text.
 func fingerprintOf(method, text string) string {
 	return fmt.Sprintf("%x", sha256.Sum256(fmt.Appendf(nil, "%s %s", method, text)))
 }
@@ -98,7 +97,7 @@ func checkID(id, vocabSize int) error {
 	return nil
 }
 
-// byteTokens holds the tokens that a tokenizer.Bytes makes.
+// byteTokens holds the tokens of a tokenizer.Bytes.
 type byteTokens struct {
 	tokenizer.Bytes
 	text        *Text

@@ -57,8 +57,8 @@ func adapters(t *testing.T, device *cudaops.Device, p cudaops.Precision, growth 
 	return losses, lines.String(), params
 }
 
-// TestAdaptersOnGPU checks that LoRA seeds in a frozen model are planted at the same sites as on the CPU
-// and learn as they do there, and that repeated runs give the same bits in each precision.
+// TestAdaptersOnGPU checks that LoRA seeds in a frozen model are planted at the same sites as on the
+// CPU and learn as they do there, and that repeated runs are bit-identical in each precision.
 func TestAdaptersOnGPU(t *testing.T) {
 	device := open(t)
 	dir := t.TempDir()

@@ -76,8 +76,8 @@ func TestDepthOnGPU(t *testing.T) {
 	}
 }
 
-// TestDepthResumesOnGPU grows a model in depth on a GPU in every precision. It checks that resuming after
-// any step gives the same bits as an uninterrupted run.
+// TestDepthResumesOnGPU grows a model in depth on a GPU in every precision. It checks that resuming
+// after any step reproduces an uninterrupted run bit for bit.
 func TestDepthResumesOnGPU(t *testing.T) {
 	device := open(t)
 	for _, precision := range []cudaops.Precision{cudaops.Float32, cudaops.BFloat16,

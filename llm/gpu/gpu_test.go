@@ -296,8 +296,8 @@ func saved(t *testing.T, tr *llm.Trainer) []byte {
 	return must[[]byte](t)(os.ReadFile(path))
 }
 
-// TestResumeOnGPU checks that a run gives the same bits if it is interrupted halfway and another trainer
-// resumes it from a checkpoint, and that its evaluations agree with the CPU.
+// TestResumeOnGPU checks that a run interrupted halfway and resumed by another trainer is
+// bit-identical to an uninterrupted one, and that its evaluations agree with the CPU's.
 func TestResumeOnGPU(t *testing.T) {
 	device := open(t)
 	for name, p := range precisions(device) {

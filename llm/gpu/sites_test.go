@@ -179,8 +179,8 @@ func TestSitesOnGPU(t *testing.T) {
 	}
 }
 
-// TestSitesResumeOnGPU checks that resuming such a run after any step gives the same bits as an
-// uninterrupted run.
+// TestSitesResumeOnGPU checks that resuming such a run after any step reproduces an uninterrupted run
+// bit for bit.
 func TestSitesResumeOnGPU(t *testing.T) {
 	device := open(t)
 	folder := t.TempDir()

@@ -182,10 +182,10 @@ func stagesTrainer(t *testing.T, device *cudaops.Device, p cudaops.Precision,
 	return tr
 }
 
-// TestStagesResume saves checkpoints that together contain seeds of every site in every stage. It checks
-// that resuming from each of them gives the same bits as an uninterrupted run, including lives that are
-// cut short later. On chunks every other kind is a graph, and α is drawn at random around its schedule.
-// The test runs on the CPU, and on a GPU if there is one.
+// TestStagesResume saves checkpoints that together contain seeds of every site in every stage. It
+// checks that resuming from each of them reproduces an uninterrupted run bit for bit, including lives
+// that are cut short later. On chunks every other kind is a graph, and α is drawn at random around
+// its schedule. The test runs on the CPU, and on a GPU if there is one.
 func TestStagesResume(t *testing.T) {
 	for _, where := range []string{"cpu", "gpu"} {
 		t.Run(where, func(t *testing.T) {

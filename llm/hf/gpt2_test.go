@@ -49,7 +49,7 @@ func TestOriginalGPT2(t *testing.T) {
 	}
 }
 
-// TestGPT2Refused checks that settings of a GPT-2 that change its computation are refused.
+// TestGPT2Refused checks that settings of a GPT-2 that change its computation are rejected.
 func TestGPT2Refused(t *testing.T) {
 	for change, want := range map[string]string{
 		`{"scale_attn_by_inverse_layer_idx": true}`: "scale_attn_by_inverse_layer_idx",

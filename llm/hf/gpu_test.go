@@ -77,8 +77,8 @@ func TestOnGPU(t *testing.T) {
 	}
 }
 
-// TestLoadOnGPU checks that weights loaded directly to the GPU give the same bits as weights that went
-// through host memory.
+// TestLoadOnGPU checks that weights loaded directly to the GPU give results bit-identical to weights
+// copied through host memory.
 func TestLoadOnGPU(t *testing.T) {
 	device := openGPU(t)
 	for _, folder := range folders {

@@ -351,7 +351,7 @@ func TestZeroFolder(t *testing.T) {
 	require.NoError(t, f.Close())
 }
 
-// TestGeneration checks that the fields of generation_config.json are read or refused.
+// TestGeneration checks that the fields of generation_config.json are read or rejected.
 func TestGeneration(t *testing.T) {
 	dir := copyOf(t, "llama2")
 	path := filepath.Join(dir, generationName)

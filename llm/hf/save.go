@@ -97,9 +97,9 @@ func WithSaveProgress(f func(done, total int64)) SaveOption {
 // The folder must be new or empty, and it appears only once it is complete. If another process writes to
 // it first, SavePretrained does not touch it and returns an error that wraps fs.ErrExist.
 //
-// SavePretrained refuses a model if its seeds change its results, because transformers has no such
-// layers. Dormant seeds are dropped. If a trainer is running, SavePretrained waits until the current step
-// ends, and the run waits for SavePretrained.
+// SavePretrained rejects a model if its seeds change its results, because transformers has no such
+// layers. Dormant seeds are dropped. If a trainer is running, SavePretrained waits until the current
+// step ends, and the run waits for SavePretrained.
 func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveOption) error {
 	s := &saving{shard: shardBytes, files: map[string][]byte{}}
 	for _, opt := range opts {
@@ -116,8 +116,8 @@ func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveO
 	return nil
 }
 
-// CheckSave returns an error if SavePretrained would refuse any model of the given configuration. A long
-// run calls it before its first step.
+// CheckSave returns an error if SavePretrained would reject any model of the given configuration. A
+// long run calls it before its first step.
 func CheckSave(c llm.Config, opts ...SaveOption) error {
 	s := &saving{shard: shardBytes, files: map[string][]byte{}}
 	for _, opt := range opts {

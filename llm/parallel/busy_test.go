@@ -23,7 +23,7 @@ import (
 // silence is a deadline much longer than a step takes.
 const silence = time.Second
 
-// slow is an engine with long work outside of steps.
+// slow is an engine with long work outside steps.
 type slow struct {
 	llm.Parallel
 	gather, loss, token time.Duration

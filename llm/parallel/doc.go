@@ -15,10 +15,10 @@
 // A step has M = TrainConfig.Accumulate batches on any number N of ranks. The loader of every rank returns
 // all M batches, so that the loaders stay synchronized. Rank m mod N computes batch m.
 //
-//  1. After each round of N batches, every rank sends each owner the owner's shard of its gradient while
-//     it computes the next batch. The owner adds the shards in the order of the batches
-//     (comm.OrderedSum). The gradients of the step therefore have the same bits as on a single rank that
-//     accumulates M batches.
+//  1. After each round of N batches, every rank sends each owner the owner's shard of its gradient
+//     while it computes the next batch. The owner adds the shards in the order of the batches
+//     (comm.OrderedSum). The step's gradients are therefore bit-identical to those of a single rank
+//     that accumulates M batches.
 //  2. The ranks exchange losses and the telemetry of the lattices, and merge both in the order of the
 //     batches. Lattices merge moments, never averages, so they are equal on all ranks. On GPUs, this
 //     happens during stage 4, after the ranks have agreed during stage 1 that an update is possible (see
@@ -36,8 +36,8 @@
 //
 // # Reproducibility
 //
-// Parameters, moments and lattices have the same bits for every N, and the same bits as with
-// [llm.CPUEngine] and the same M. Checkpoints of either can be resumed with the other.
+// Parameters, moments and lattices are bit-identical for every N, and also to those of
+// [llm.CPUEngine] with the same M, so either can resume the other's checkpoints.
 //
 // There is one exception. With M > 1, the Strict mode and the adaptive clipping of Kasmina layers use
 // telemetry up to the previous step, while llm.CPUEngine uses telemetry up to the previous batch. Such a run

@@ -137,7 +137,7 @@ func (e *engine) floats(p comm.Ptr, n int) (any, error) {
 	return unsafe.Slice((*float32)(unsafe.Pointer(&b[0])), n), nil
 }
 
-// Name returns the name of the CPU engine if both compute the same bits.
+// Name returns the CPU engine's name if the results of both engines are bit-identical.
 func (e *engine) Name() string {
 	name := "cpu"
 	if gemm.RoundsToBFloat16() {

@@ -165,9 +165,9 @@ func dirOf(t *testing.T) string {
 	return dir.(string)
 }
 
-// TestKilledRanks kills a rank at a random time. It checks that all processes end within 10 s and name
-// the rank, that no file is damaged, and that continuing on another number of ranks leads to the same
-// bits as an uninterrupted run.
+// TestKilledRanks kills a rank at a random time. It checks that all processes end within 10 s and
+// name the rank, that no file is corrupted, and that continuing on another number of ranks reproduces
+// an uninterrupted run bit for bit.
 func TestKilledRanks(t *testing.T) {
 	if _, err := os.Stat("/proc/self/environ"); err != nil {
 		t.Skip("needs /proc to find processes")
@@ -323,7 +323,7 @@ func TestFailingCallback(t *testing.T) {
 	require.True(t, bytes.Equal(want, got))
 }
 
-// TestOtherBinary checks that a rank with a different binary is refused at the start and named.
+// TestOtherBinary checks that a rank with a different binary is rejected at the start and named.
 func TestOtherBinary(t *testing.T) {
 	out, ended := start(t.Context(), t, t.TempDir(), 3, versionVariable+"=older")
 	require.Error(t, <-ended)

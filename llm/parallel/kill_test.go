@@ -156,10 +156,10 @@ func (v *victim) watch(before map[string]bool) {
 	}
 }
 
-// TestAimedKills kills a rank in the forward pass, in the backward pass, in the update, or at a certain
-// moment of a save that all ranks write together. It checks that all ranks end and name the killed rank,
-// that the set of files is either the old or the new one, and that continuing on another number of ranks
-// leads to the same bits as an uninterrupted run.
+// TestAimedKills kills a rank in the forward pass, in the backward pass, in the update, or at a
+// certain moment of a save that all ranks write together. It checks that all ranks end and name the
+// killed rank, that the set of files is either the old or the new one, and that continuing on another
+// number of ranks reproduces an uninterrupted run bit for bit.
 func TestAimedKills(t *testing.T) {
 	want := faulty(t.TempDir()).file(t, 0)
 	r := rand.New(rand.NewPCG(randtest.Seed(t), 2))

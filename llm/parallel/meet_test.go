@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/parallel"
 )
 
-// TestMeetRefuses checks that impossible settings are refused before the process waits for the other
+// TestMeetRefuses checks that impossible settings are rejected before the process waits for the other
 // ranks.
 func TestMeetRefuses(t *testing.T) {
 	ranks := func(name string) string {

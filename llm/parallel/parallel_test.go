@@ -353,8 +353,8 @@ func sited(c llm.Config) llm.Config {
 	return c
 }
 
-// siteLives moves all seeds through their stages; one of each site is rolled back. Every rank submits the
-// commands, and all but the first one to do so are refused.
+// siteLives moves all seeds through their stages; one of each site is rolled back. Every rank submits
+// the commands, and all but the first one to do so are rejected.
 func siteLives(tr *llm.Trainer) {
 	stages := map[int]state.Stage{1: state.Training, 3: state.Grafting, 4: state.Stabilization,
 		5: state.Evaluating, 7: state.FineTuning, 9: state.Fossilized}
@@ -459,8 +459,8 @@ func TestResumesOnAnyNumber(t *testing.T) {
 	}
 }
 
-// TestOtherRanksAreNamed checks that a rank with different data, options, parameters or step is refused
-// at the start, and that all ranks report which rank differs and how.
+// TestOtherRanksAreNamed checks that a rank with different data, options, parameters or step is
+// rejected at the start, and that all ranks report which rank differs and how.
 func TestOtherRanksAreNamed(t *testing.T) {
 	base := setup{config: small(), steps: 3, accumulate: 2}
 	for want, change := range map[string]func(*setup){

@@ -57,8 +57,8 @@ type idle struct{}
 
 func (idle) Decide([]state.Report) []state.Command { return nil }
 
-// TestStopAtAnotherRank checks that stopping a run at rank 1 makes all ranks end with ErrStopped, and
-// that the record of rank 0 has the reason.
+// TestStopAtAnotherRank checks that stopping a run at rank 1 makes all ranks return ErrStopped, and
+// that rank 0's log records the reason.
 func TestStopAtAnotherRank(t *testing.T) {
 	const size = 2
 	s := setup{config: small(), accumulate: 3, steps: 50}

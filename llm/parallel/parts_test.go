@@ -103,8 +103,8 @@ func TestPartsTidy(t *testing.T) {
 	require.Len(t, otherFiles(t, s.save), len(keep)+2)
 }
 
-// TestDamagedParts checks that an incomplete or damaged set of files is refused with an error that names
-// the problem and the file, and that a sound set can be resumed.
+// TestDamagedParts checks that an incomplete or corrupted set of files is rejected with an error that
+// names the problem and the file, and that a sound set can be resumed.
 func TestDamagedParts(t *testing.T) {
 	s := setup{config: small(), steps: 2, accumulate: 2, parts: true}
 	s.save = filepath.Join(t.TempDir(), "run.safetensors")

@@ -95,8 +95,8 @@ func (s setup) trainStepped(t *testing.T, rank, size int, team *parallel.Team,
 	})
 }
 
-// TestStepSameBits checks that updates which don't wait for losses give the same bits as a single
-// process, whether or not the number of ranks divides the number of batches in a step.
+// TestStepSameBits checks that updates which don't wait for losses are bit-identical to a single
+// process's, whether or not the number of ranks divides the number of batches in a step.
 func TestStepSameBits(t *testing.T) {
 	s := setup{config: small(), steps: 6, accumulate: 3, grow: true, commands: true}
 	want := s.file(t, 0)

@@ -125,9 +125,9 @@ func (c *curve) rewind(step int) {
 	c.XYs = c.XYs[:n]
 }
 
-// smoothed returns the means over a centered window of about 4 % of the points. Unlike a running
-// mean, they do not lag. At the start, while the loss falls quickly, the window is narrower on both
-// sides; at the end it lacks its right side.
+// smoothed returns the means over a centered window of about 4% of the points. Unlike a running mean,
+// they do not lag. At the start, while the loss falls quickly, the window is narrower on both sides;
+// at the end it lacks its right side.
 func (c *curve) smoothed() plotter.XYs {
 	sums := make([]float64, len(c.XYs)+1)
 	for i, p := range c.XYs {

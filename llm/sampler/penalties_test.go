@@ -99,8 +99,8 @@ func TestLogProbs(t *testing.T) {
 	require.InDelta(t, 0, s.LogProb(), 1e-12)
 }
 
-// TestPenaltyErrors checks that impossible settings are refused by name, and that a failed draw does not
-// count.
+// TestPenaltyErrors checks that impossible settings are rejected by name, and that a failed draw does
+// not count.
 func TestPenaltyErrors(t *testing.T) {
 	nan, inf := math.NaN(), math.Inf(1)
 	for want, c := range map[string]Config{

@@ -315,7 +315,7 @@ func TestSampleOutsideVocab(t *testing.T) {
 	}
 }
 
-// FuzzSamplerState checks that SetState either refuses a state or restores it exactly.
+// FuzzSamplerState checks that SetState either rejects a state or restores it exactly.
 func FuzzSamplerState(f *testing.F) {
 	s, err := New(Config{Temperature: 1})
 	require.NoError(f, err)

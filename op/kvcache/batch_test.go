@@ -121,7 +121,7 @@ func TestBatchAttention(t *testing.T) {
 	}
 }
 
-// TestSpansRefuse checks what Set and the op refuse.
+// TestSpansRefuse checks what Set and the op reject.
 func TestSpansRefuse(t *testing.T) {
 	var spans Spans
 	a := new(Sequence)

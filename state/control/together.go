@@ -9,9 +9,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Together returns a controller that combines several, each for its own sites, such as a [Depth]
-// for blocks and a [Heuristic] for all other seeds. They see the same reports and are asked in
-// order. If two command the same seed, the commands of the later one are normally refused.
+// Together returns a controller that combines several, each for its own sites, such as a [Depth] for
+// blocks and a [Heuristic] for all other seeds. They see the same reports and are asked in order. If
+// two command the same seed, the commands of the later one are normally rejected.
 //
 // An [Adapters], which serves runs with TrainConfig.Frozen, must be used alone, because a combined
 // controller does not pass the gradients on to it.

@@ -118,7 +118,7 @@ func follow(r *rand.Rand, s graft.Strategy, g *grafted, epochs int, target float
 	return nil
 }
 
-// TestStrategyChecks checks that invalid parameters are refused.
+// TestStrategyChecks checks that invalid parameters are rejected.
 func TestStrategyChecks(t *testing.T) {
 	for _, s := range []graft.Strategy{
 		graft.PerformanceLinked{Epochs: 0, Target: 1, MaxSpeed: 1},

@@ -33,10 +33,10 @@ type Progress struct {
 // Strategy decides how α rises while a seed is grafted. The lattice keeps α in [0, 1] and never
 // lowers it.
 //
-// The fields of a strategy are its parameters. A strategy is saved as its name and its JSON
-// encoding, and decoded as the type that [Register] associates with the name. The lattice uses the
-// decoded form, and refuses a strategy that differs from it, for example because a parameter is in
-// an unexported field.
+// The fields of a strategy are its parameters. A strategy is saved as its name and its JSON encoding,
+// and decoded as the type that [Register] associates with the name. The lattice uses the decoded
+// form, and rejects a strategy that differs from it, for example because a parameter is in an
+// unexported field.
 type Strategy interface {
 	Name() string
 	Check() error // returns an error for invalid parameters

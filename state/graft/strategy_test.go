@@ -40,7 +40,7 @@ func TestRegister(t *testing.T) {
 }
 
 // TestEntry checks that an entry holds the restored strategy, and that strategies that change in
-// storage are refused.
+// storage are rejected.
 func TestEntry(t *testing.T) {
 	given := &graft.FixedRamp{Epochs: 4, Target: 1}
 	entry, err := graft.NewEntry(given)

@@ -13,8 +13,9 @@ import (
 // Seeds is the number of seeds in each of the two layers of the runs.
 const Seeds = 64
 
-// Growing returns the events of a run of 30 steps on a budget. At the end of each of its three epochs
-// all seeds move through two stages. After step 20 the model grows from 1000 parameters to 4000.
+// Growing returns the events of a run of 30 steps on a budget. At the end of each of its three
+// epochs, all seeds advance by two stages. After step 20, the model grows from 1000 to 4000
+// parameters.
 func Growing() []llm.Event {
 	e := llm.Event{Kind: llm.RunStart, Steps: math.MaxInt32, Budget: llm.Budget{Time: time.Minute},
 		ValLoss: math.NaN(), ValBPB: math.NaN(), Params: 1000, Seeds: 2 * Seeds}

@@ -116,8 +116,7 @@ func (l *Library) Close() error {
 	return nil
 }
 
-// Cards returns the state of all GPUs. It omits GPUs that cannot be read and reports them in the
-// error.
+// Cards returns the state of all GPUs. It omits unreadable GPUs and reports them in the error.
 func (l *Library) Cards() (all []Card, err error) {
 	var n uint32
 	if r := l.api.count(&n); r != 0 {

@@ -84,8 +84,8 @@ func (g *groups) add(e api.Event, seconds float64) {
 	g.next++
 }
 
-// index returns the index of the first group with at least the given number. Numbers of groups that
-// were cut are not used again, so numbers and indices differ.
+// index returns the index of the first group with at least the given number. The numbers of removed
+// groups are not reused, so numbers and indices differ.
 func (g *groups) index(number int) int {
 	at, _ := slices.BinarySearchFunc(g.all, number, func(one group, number int) int {
 		return cmp.Compare(one.Number, number)
@@ -101,8 +101,8 @@ func (g *groups) cut(beyond func(step int) bool) bool {
 	return len(g.all) < before
 }
 
-// since returns the groups that have changed after a revision, the oldest first. A viewer that has
-// seen nothing yet receives the latest groups, and the older ones that charts mark.
+// since returns the groups that changed after a revision, oldest first. A viewer that has seen
+// nothing yet receives the latest groups as well as older ones marked in the charts.
 func (g *groups) since(revision int) []api.Group {
 	changed, markers := []api.Group{}, 0
 	for i := len(g.all) - 1; i >= 0; i-- {

@@ -49,8 +49,8 @@ func share(x float64) byte {
 	return byte(min(x, 1)*255 + 0.5)
 }
 
-// health returns the fraction of live features as a byte, or 0 if NaN or Inf were encountered. A
-// seed that has not been measured counts as healthy.
+// health returns the fraction of live features as a byte, or 0 if NaN or Inf was encountered. An
+// unmeasured seed counts as healthy.
 func health(s *state.SeedReport) byte {
 	if s.NonFiniteX+s.NonFiniteG > 0 {
 		return 0

@@ -19,7 +19,7 @@ type Cursor struct {
 	version        int
 }
 
-// delta caches the last piece of curves that was sent, because most viewers need the same one.
+// delta caches the most recently sent section of the curves, because most viewers need the same one.
 type delta struct {
 	from Cursor
 	step int
@@ -34,8 +34,8 @@ type sentStatus struct {
 }
 
 // News appends the changes of the run since the previous call with the same cursor to b, as
-// server-sent events, and advances the cursor. No queue is kept per viewer: a viewer that calls News
-// less often receives more at a time.
+// server-sent events, and advances the cursor. Viewers need no queues of their own, since one that
+// calls News less often simply receives more at a time.
 func (r *Run) News(b *bytes.Buffer, c *Cursor) error {
 	changed := r.changed.Load()
 	if c.started && changed == c.changed {

@@ -24,9 +24,9 @@ const (
 
 // Take adds an event of a trainer. The event's reports must not change afterwards.
 //
-// Take adds the same records that a log contains for the event. Therefore a board that watches a
-// trainer, a board of logs and a report show the same numbers. In addition, Take keeps the exact
-// reports, which controllers need and a log does not contain.
+// Take adds the same records that a log contains for the event, so a board watching a trainer, a
+// board reading logs and a report all show the same numbers. In addition, Take keeps the exact
+// reports, which controllers need but logs lack.
 func (r *Run) Take(e llm.Event) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -211,7 +211,7 @@ func (r *Run) end(l runlog.Record) {
 	a.Left = 0
 }
 
-// reshaped records a change of the model, or why it failed. before is the previous number of
+// reshaped records a change of the model's shape, or why it failed. before is the previous number of
 // parameters.
 func (r *Run) reshaped(l runlog.Record, before int) {
 	if l.Error != "" {
@@ -350,8 +350,8 @@ func stageNamed(name string) state.Stage {
 	return state.Dormant
 }
 
-// Silent records whether the log of the run has not changed for a long time. A run that is silent
-// before it has ended may be busy, or its program may have been killed.
+// Silent records whether the run's log has stopped changing for a long time. A run that falls silent
+// before its end may be busy, or its program may have been killed.
 func (r *Run) Silent(silent bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -388,7 +388,7 @@ type speed struct {
 	last   float64 // tokens per second of the last complete interval
 	rate   float64 // operations per second of the same
 
-	// Where this process started, to extrapolate the remaining time.
+	// Where this process started, for extrapolating the remaining time.
 	began float64 // seconds
 	step  int
 	share float64 // of a run with a budget

@@ -1,5 +1,5 @@
-// Package store holds what a board knows about its runs. It keeps copies, so that neither readers
-// nor runs ever wait for each other.
+// Package store holds a board's data about its runs. It keeps copies, so readers and runs never wait
+// for each other.
 package store
 
 import (
@@ -35,7 +35,7 @@ type Run struct {
 	mu      sync.Mutex
 	run     api.Run
 	silent  bool // the log has not changed for a long time
-	history int  // counts removals of data that viewers may have seen
+	history int  // counts removals of data viewers may have seen
 	layers  []llm.Lattice
 	steps   steps
 	evals   []eval
@@ -72,7 +72,7 @@ func waiting(id, name string, settings map[string]string) api.Run {
 // ID returns the identifier of the run.
 func (r *Run) ID() string { return r.id }
 
-// Clear removes all data except for the name, because another run has taken the place of this one.
+// Clear removes all data except the name. It is called when another run replaces this one.
 func (r *Run) Clear(settings map[string]string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -86,8 +86,8 @@ func (r *Run) Clear(settings map[string]string) {
 	r.rewritten()
 }
 
-// rewritten records that data have been removed that viewers may have received, so that viewers
-// receive the whole run again.
+// rewritten records that data viewers may have received was removed, so that they receive the whole
+// run again.
 func (r *Run) rewritten() {
 	r.history++
 	r.deltas, r.sampled = delta{}, len(r.samples)
@@ -155,7 +155,7 @@ func (r *Run) status() api.Run {
 const (
 	Noted   = "Noted"   // a request, or a growth that was not possible
 	Grown   = "Grown"   // the model has grown
-	Refused = "Refused" // a command was refused
+	Refused = "Refused" // a command was rejected
 )
 
 // note adds an event that concerns no seed.
@@ -164,7 +164,7 @@ func (r *Run) note(kind, text string) {
 		To: clip(text)})
 }
 
-// Refuse adds events for commands that were refused, with the reason.
+// Refuse adds events for commands that were rejected, with the reason.
 func (r *Run) Refuse(commands []state.Command, why error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -280,8 +280,8 @@ func (r *Run) Seed(layer, number int) (api.Seed, bool) {
 	return s, true
 }
 
-// seed returns the state of a seed without its events. What the log contains is taken from there,
-// so that the page and the report agree to the last digit.
+// seed returns the state of a seed without its events. Values that also appear in the log are taken
+// from its records, so that the page and the report agree to the last digit.
 func (r *Run) seed(layer, number int) api.Seed {
 	s := seed(&r.reports[layer], layer, number)
 	if layer < len(r.exact) && number < len(r.exact[layer].Seeds) {
@@ -344,7 +344,7 @@ func (r *Run) History() api.History {
 	return r.stageHistory()
 }
 
-// maxRows limits the seeds of a history. If there are more, it contains one of several.
+// maxRows limits the number of seeds in a history. If there are more, only every nth is included.
 const maxRows = 1500
 
 func (r *Run) stageHistory() api.History {

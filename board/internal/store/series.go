@@ -6,7 +6,7 @@ import (
 	"github.com/kasmina-go/kasmina/board/api"
 )
 
-// maxPoints limits the points of a curve. A screen cannot show more.
+// maxPoints limits the points in a curve. A screen cannot show more.
 const maxPoints = 1 << 14
 
 // A point holds the values of one step, or of several consecutive steps of a long run.
@@ -14,9 +14,9 @@ type point struct{ step, time, loss, rate, norm, speed float64 }
 
 // steps holds the points of a run.
 //
-// When there are maxPoints points, each two neighbors are merged into one, and from then on a point
-// represents twice as many steps. A merged point has the mean loss and gradient norm of its steps,
-// and the other values of its last step.
+// When there are maxPoints points, each pair of adjacent points is merged into one, and from then on
+// a point represents twice as many steps. A merged point holds the mean loss and gradient norm of its
+// steps, and the last step's other values.
 type steps struct {
 	points  []point
 	stride  int // steps per point

@@ -8,10 +8,9 @@
 //
 // The alternative would be an HMAC over every message, with separate keys for each connection and
 // direction and a sequence number in each message. It would require our own key exchange and wire
-// format, and would leave the data readable. TLS 1.3 provides all of this and has been analyzed
-// thoroughly. It rejects modified, repeated, reordered and reflected records. Each connection uses
-// fresh keys, so a recorded connection cannot be replayed, and leaking the secret later does not
-// decrypt it.
+// format, and would leave the data readable. TLS 1.3 provides all of this and is thoroughly analyzed.
+// It rejects modified, repeated, reordered and reflected records. Each connection uses fresh keys, so
+// a recorded connection cannot be replayed, and leaking the secret later does not decrypt it.
 //
 // # Limits
 //
@@ -19,8 +18,8 @@
 // that both ends belong to the same run.
 //
 // A listener presents its certificate to any client, which allows a stranger to test guesses of the
-// secret offline. This is hopeless for a random secret (see [MinSecret]) but easy for a dictionary
-// word.
+// secret offline. Guessing is hopeless for a random secret (see [MinSecret]) but easy for a
+// dictionary word.
 package channel
 
 import (
@@ -38,8 +37,8 @@ import (
 	"time"
 )
 
-// MinSecret is the minimum number of characters of a random secret that cannot be guessed: 128 bits
-// in base64. Code that accepts secrets from outside must refuse shorter ones.
+// MinSecret is the minimum length, in characters, of an unguessable random secret: 128 bits in
+// base64. Code that accepts secrets from outside must reject shorter ones.
 const MinSecret = 22
 
 // ErrStranger reports that the peer did not prove knowledge of the secret.
@@ -49,7 +48,7 @@ var ErrStranger = errors.New("the peer does not know this run's secret: it is an
 // HandshakeTimeout limits the time for a peer to prove knowledge of the secret.
 const HandshakeTimeout = 10 * time.Second
 
-// protocol identifies the protocol spoken over a connection. Peers with different versions refuse
+// protocol identifies the protocol spoken over a connection. Peers with different versions reject
 // each other.
 const protocol = "kasmina-comm/2"
 

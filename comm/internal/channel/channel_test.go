@@ -140,7 +140,7 @@ func TestStrangers(t *testing.T) {
 					conn, err := tls.Dial("tcp", address, &tls.Config{InsecureSkipVerify: true,
 						Certificates: certificates, NextProtos: protocols})
 					if err != nil {
-						return // refused in the handshake
+						return // rejected in the handshake
 					}
 					defer conn.Close()
 					// The server verifies the client only after the client's handshake has ended.

@@ -97,7 +97,7 @@ func (l *Listener) Close() error {
 	return err
 }
 
-// The delays after failing to accept a connection, as in net/http.
+// Delays after a failed accept, as in net/http.
 const (
 	firstPause = 5 * time.Millisecond
 	lastPause  = time.Second

@@ -9,7 +9,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// SumSquares returns Σ x². It accumulates in float64 over fixed blocks, so the bits do not depend
+// SumSquares returns Σ x². It accumulates in float64 over fixed blocks, so the result does not depend
 // on the number of cores.
 func SumSquares[T cpu.Float](x []T) float64 {
 	b := cpu.GetBuffers[T]()

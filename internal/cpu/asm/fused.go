@@ -18,7 +18,7 @@ import (
 // another page, and rows are often a multiple of the page size apart. Each cache line is read only once
 // because such rows also evict each other from the first-level cache.
 //
-// The pass needs more registers than AVX2 has.
+// The pass needs more registers than AVX2 provides.
 type fused struct {
 	isa
 	backward, streamed bool

@@ -313,7 +313,7 @@ func (t *block) addC() {
 	Label(t.label + "d")
 }
 
-// addD adds D, if there is one.
+// addD adds D if it is present.
 func (t *block) addD() {
 	MOVQ(t.at.d, R10)
 	TESTQ(R10, R10)

@@ -45,7 +45,7 @@ const (
 
 const (
 	magnitude    = 0x7fffffff // all bits except the sign
-	notLessEqual = 6          // comparison that is also true for NaN
+	notLessEqual = 6          // comparison that also holds for NaN
 )
 
 // strip emits body for every row of every vector of columns, with start before the first row of a vector
@@ -488,8 +488,8 @@ func blendSums(v isa) {
 	RET()
 }
 
-// blendLearn generates a combination of blendBackward and blendSums. It needs more registers than AVX2
-// has.
+// blendLearn generates a combination of blendBackward and blendSums. It needs more registers than
+// AVX2 provides.
 func blendLearn(v isa, streamed bool) {
 	name := "blendLearn"
 	if streamed {

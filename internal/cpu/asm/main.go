@@ -112,7 +112,8 @@ type elem struct {
 var (
 	f32 = elem{"F32", 4, 0x3f800000, VBROADCASTSS, VFMADD231PS, VMULPS, VADDPS, nil}
 	f64 = elem{"F64", 8, 0x3ff0000000000000, VBROADCASTSD, VFMADD231PD, VMULPD, VADDPD, nil}
-	// bf16 is f32, except that each element of A and B is a pair of bfloat16 numbers, neighbors along k.
+	// bf16 is f32, except that each element of A and B is a pair of bfloat16 numbers adjacent along
+	// k.
 	bf16 = elem{"BF16", 4, 0x3f800000, VBROADCASTSS, VFMADD231PS, VMULPS, VADDPS, dpbf16}
 )
 

@@ -9,9 +9,9 @@ import (
 	. "github.com/mmcloughlin/avo/reg"
 )
 
-// over generates a function of n elements. pointers lists the names of its float32 slices, and scalars
-// the names of the parameters that follow n. body receives the current vector of each slice and the
-// scalars broadcast to all lanes, and may use the registers from used on.
+// over generates a function of n elements. pointers lists the names of its float32 slices, and
+// scalars the names of the parameters that follow n. body receives the current vector of each slice
+// and the scalars broadcast to all lanes, and may use all registers numbered used or higher.
 func over(v isa, name, pointers, scalars, result string, start func(used int),
 	body func(p []Mem, s []VecPhysical, used int, masked bool), end func()) {
 	names, numbers := strings.Fields(pointers), strings.Fields(scalars)
@@ -163,7 +163,7 @@ func sums(v isa) {
 			Store(r[0].AsX(), ReturnIndex(0))
 		})
 
-	// 0 if all of x is finite, and NaN otherwise: Σ (x − x).
+	// Σ (x − x), which is 0 if all of x is finite and NaN otherwise.
 	over(v, "finite", "x", "", "float32", zero(r[0]),
 		func(p []Mem, _ []VecPhysical, _ int, masked bool) {
 			v.load(p[0], r[2], masked)

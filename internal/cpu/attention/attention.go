@@ -27,7 +27,7 @@ type Shape struct {
 	Stop *cpu.Stop // interrupts Forward
 }
 
-// sequence returns the geometry of sequence b. Sequences differ in their Starts only.
+// sequence returns the geometry of sequence b. Sequences differ only in their Starts.
 func (s Shape) sequence(b int) Shape {
 	if s.Starts != nil {
 		s.Starts = s.Starts[b*s.Seq:][:s.Seq]
@@ -107,13 +107,13 @@ func getTiles[T cpu.Float]() *tiles[T] {
 // Forward computes y = softmax(Scale·q·kᵀ)·v for every head, and the normalizers [Batch·Heads·Seq,
 // 2] of all rows of scores.
 //
-// The normalizers of a row are its largest score m and l = Σ exp(score − m). The backward pass
-// needs both, because float32 rounds m + log l by up to 0.03 for scores near 10⁶, which would make
-// the probabilities wrong by 3 %.
+// The normalizers of a row are its largest score m and l = Σ exp(score − m). The backward pass needs
+// both, because float32 rounds m + log l by up to 0.03 for scores near 10⁶, which would make the
+// probabilities wrong by 3%.
 //
-// Scores exist one tile at a time: the softmax is computed online, with a running maximum and sum
-// for each query (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et
-// al., "FlashAttention", 2022). Forward ends early once s.Stop has been asked to stop.
+// Scores exist one tile at a time: the softmax is computed online, with a running maximum and sum for
+// each query (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
+// "FlashAttention", 2022). Forward returns early once s.Stop is triggered.
 func Forward[T cpu.Float](y, normalizers, q, k, v []T, s Shape) {
 	buf := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(buf)
@@ -158,8 +158,9 @@ func (s *transposedHeads[T]) Span(lo, hi int) {
 }
 
 // At computes the rows of a causal attention for consecutive positions of a single sequence, from
-// position start on. q and y are [rows, Heads·HeadDim]; k and v hold the rows of all positions up to the
-// last of these. Every row has the same bits as in [Forward], provided that the matrix products do.
+// position start on. q and y are [rows, Heads·HeadDim]; k and v hold the rows of all positions up to
+// the last of these. Every row is bit-identical to the one computed by [Forward], provided the matrix
+// products are.
 func At[T cpu.Float](y, q, k, v []T, start, rows int, s Shape) {
 	s.Batch, s.Seq, s.Causal = 1, start+rows, true
 	first := start / queryStrip
@@ -203,7 +204,8 @@ func (s *forwardArgs[T]) Span(lo, hi int) {
 	t := getTiles[T]()
 	defer tilePool[T]().Put(t)
 	for task := lo; task < hi; task++ {
-		// The longest causal rows of a head come first, so that the cores finish together.
+		// The longest causal rows of a head come first, so that all cores finish at about the same
+		// time.
 		head, block := task/s.blocks, s.blocks-1-task%s.blocks
 		b, h := head/s.Heads, head%s.Heads
 		i0 := block * queryStrip
@@ -380,16 +382,16 @@ func (t *tiles[T]) queryGradient(h *headGradient[T], i0, r, n, j0, nk int, overw
 		gemm.MulSerial(false, false, n, h.HeadDim, hi-lo, T(h.Scale), t.dp[r*scoreStride+lo:],
 			scoreStride, h.k[(j0+lo)*h.kd:], h.kd,
 			unless[T](overwrite), h.dq[at:], h.qd)
-	case overwrite: // the strip's queries see only later keys, which add to dq
+	case overwrite: // the strip's queries see only later keys, which are added to dq
 		for i := range n {
 			clear(h.dq[at+i*h.qd:][:h.HeadDim])
 		}
 	}
 }
 
-// keyGradients adds the contributions of nq queries from position i0 on to dk and dv of nk keys
-// from position j0 on. For keys at positions of these queries, no earlier query contributes, and
-// only queries from their strip on do.
+// keyGradients adds the contributions of nq queries from position i0 on to dk and dv of nk keys from
+// position j0 on. Keys at the positions of these queries receive contributions only from queries in
+// the same strip or later ones.
 func (t *tiles[T]) keyGradients(h *headGradient[T], i0, nq, j0, nk int) {
 	for c, m := 0, 0; c < nk; c += m {
 		r, unseen := 0, i0 == 0

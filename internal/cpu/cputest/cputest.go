@@ -1,5 +1,5 @@
-// Package cputest provides helpers for testing CPU kernels: runs with every instruction set,
-// buffers that reveal writes outside their bounds, and random numbers.
+// Package cputest provides helpers for testing CPU kernels. They run tests with every instruction
+// set, provide buffers that reveal out-of-bounds writes, and generate random numbers.
 package cputest
 
 import (

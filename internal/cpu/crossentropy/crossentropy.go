@@ -15,8 +15,8 @@ import (
 // logits is len(targets)×v. At least one row must have a target.
 //
 // It sets normalizers, len(targets)×2, to m and l of each such row. They are stored separately
-// because m + log l is not exact: near 10⁶, float32 rounds it by up to 0.03, which would make the
-// probabilities of the backward pass wrong by 3 %.
+// because m + log l is not exact. Near 10⁶, float32 rounds it by up to 0.03, which would change the
+// probabilities of the backward pass by 3%.
 func Forward[T cpu.Float](normalizers, logits []T, targets []int, v int) float64 {
 	b := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(b)

@@ -8,8 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// Products of float32 matrices can round their operands to bfloat16, because an instruction of
-// AVX512-BF16 does twice as many multiplications. Sums remain float32. The instruction treats
+// Products of float32 matrices can round their operands to bfloat16, because an AVX512-BF16
+// instruction performs twice as many multiplications. Sums remain float32. The instruction treats
 // numbers below 2⁻¹²⁶ as zero.
 
 // ErrNoBFloat16 reports that the CPU cannot multiply in bfloat16.
@@ -44,8 +44,8 @@ func Rounds(m, n, k int) bool {
 	return RoundsToBFloat16() && m >= 16 && n >= 16 && m*n*k >= roundedLeast
 }
 
-// rounded computes g with rounded operands if that is enabled, supported and worthwhile. It reports
-// whether it did.
+// rounded computes g with rounded operands if rounding is enabled, supported and worthwhile. It
+// reports whether it did.
 func rounded[T cpu.Float](g *operands[T]) bool {
 	f, ok := any(g).(*operands[float32])
 	if !ok || !Rounds(f.m, f.n, f.k) {
@@ -55,7 +55,7 @@ func rounded[T cpu.Float](g *operands[T]) bool {
 	return true
 }
 
-// lastPair returns a pair of bfloat16 that consists of v, rounded to nearest even, and zero.
+// lastPair returns a bfloat16 pair consisting of v, rounded to nearest even, and zero.
 func lastPair(v float32) float32 {
 	b := math.Float32bits(v)
 	if v != v {

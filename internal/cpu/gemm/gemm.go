@@ -24,7 +24,7 @@ func Mul[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int,
 }
 
 // MulSerial is like Mul, but runs on the calling goroutine only, for callers that already use every
-// core. It returns the same bits.
+// core. The results are bit-identical.
 func MulSerial[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, lda int, b []T,
 	ldb int, beta T, c []T, ldc int) {
 	multiply(false, operands[T]{transA, transB, m, n, k, alpha, a, lda, b, ldb,
@@ -37,10 +37,10 @@ func MulSerial[T cpu.Float](transA, transB bool, m, n, k int, alpha T, a []T, ld
 // The rows stay in the L1 cache (they are packed if they otherwise would not), and the panels stay
 // in L2.
 //
-// Every element of C is summed along k in an order that depends on the shape alone. The number of
-// cores, and the resulting blocks, therefore do not affect the bits.
+// Every element of C is summed along k in an order that depends only on the shape, so the number of
+// cores and the resulting blocks do not affect the result.
 const (
-	gemmKC = 256 // steps along k in a packed panel: elements, or pairs of them
+	gemmKC = 256 // steps along k in a packed panel, each an element or a pair
 	// gemmNC is the number of columns of op(B) swept per block. gemmKC·gemmNC float32 take 512 KiB,
 	// half of a typical L2 cache.
 	gemmNC     = 512
@@ -73,10 +73,10 @@ type tile[T cpu.Float] struct {
 	alpha, beta T
 }
 
-// fetch describes memory that a kernel prefetches into the second-level cache for the next tile. At
-// panel p < panels and step gemmFetchSteps·s along k, these are two lines, p·jump + s·step and
-// p·jump + s·step + stride bytes after next. Processors predict further reads within a row, but not
-// reads of other rows.
+// fetch describes the memory a kernel prefetches into the second-level cache for the next tile. At
+// panel p < panels and step gemmFetchSteps·s along k, these are two lines, p·jump + s·step and p·jump
+// + s·step + stride bytes after next. Processors predict further reads within a row, but not reads of
+// other rows.
 type fetch[T cpu.Float] struct {
 	next               []T
 	stride, step, jump int
@@ -100,7 +100,7 @@ type kernels[T cpu.Float] struct {
 	mr, nr int            // maximum number of rows of a tile of C, and the number of columns of a panel
 	lanes  int            // maximum number of rows for transpose; at least mr, and a divisor of nr
 	tile   func(*tile[T]) // any number of columns; k > 0
-	pairs  bool           // elements of panels are pairs of bfloat16 that are neighbors along k
+	pairs  bool           // panels consist of bfloat16 pairs, adjacent along k
 
 	// copy and transpose fill a panel: dst[r·ds + c] = src[r·ss + c], and dst[c·ds + r] = src[r·ss
 	// + c]. With pairs, element (r, c) of src is part of the pair of row r/2, or column c/2, and a
@@ -324,14 +324,14 @@ func (j *job[T]) run(workers int) {
 	}
 }
 
-// gemmDotRows is the largest m to compute A·Bᵀ as dot products. For more rows, they cost more than
-// transposing B into panels, because lanes must be added up and B's rows are read once for every
-// few rows of A.
+// gemmDotRows is the largest m for which A·Bᵀ is computed as dot products. With more rows, these cost
+// more than transposing B into panels, because lanes must be added up and B's rows are read once for
+// every few rows of A.
 const gemmDotRows = 32
 
-// gemmInPlace is the largest m to read B in place if each of its rows is aligned to a cache line.
-// With so few rows, copying an element of B costs more than reading it out of order. With at most
-// mr rows, that holds for any alignment.
+// gemmInPlace is the largest m for which B is read in place if each of its rows is aligned to a cache
+// line. With so few rows, copying an element of B costs more than reading it out of order. With at
+// most mr rows, that holds for any alignment.
 const gemmInPlace = 768
 
 // alignedRows reports whether all rows of x are aligned to cache lines.
@@ -341,8 +341,8 @@ func alignedRows[T cpu.Float](x []T, ld int) bool {
 		uintptr(ld)*unsafe.Sizeof(x[0])%line == 0
 }
 
-// split chooses the blocks of C: about four per core, so that a core delayed by other work has
-// little effect on the end. Blocks have at least two tiles of rows and at most gemmNC columns.
+// split chooses the blocks of C: about four per core, so that a core delayed by other work hardly
+// delays the result. Blocks have at least two tiles of rows and at most gemmNC columns.
 func (j *job[T]) split(workers int) {
 	nr := j.kn.nr
 

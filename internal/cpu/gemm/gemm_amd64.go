@@ -52,9 +52,9 @@ func packTransposeAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,
 func packTransposeAVX2(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,
 	srcStride, rows, cols int)
 
-// pairCopy writes to row r of dst the pairs of bfloat16 made from width elements of rows 2r and
-// 2r+1 of src. pairTranspose writes to row c the pairs made from elements 2c and 2c+1 of at most 16
-// rows. Strides are in bytes. Both write whole vectors.
+// pairCopy interleaves rows 2r and 2r+1 of src into pairs of bfloat16 values and writes them to row r
+// of dst, width pairs per row. pairTranspose writes elements 2c and 2c+1 of up to 16 rows to row c as
+// pairs. Strides are in bytes. Both functions write whole vectors.
 //
 //go:noescape
 func pairCopyAVX512(dst unsafe.Pointer, dstStride int, src unsafe.Pointer,

@@ -6,9 +6,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// This is the float32 kernel for arm64. It has been tested under emulation only, and never timed.
-// Its shape, eight rows of two vectors with room for the operands in 32 registers, was derived from
-// the register file alone.
+// This is the float32 kernel for arm64. It has been tested under emulation only, and never timed. Its
+// shape of eight rows of two vectors, which leaves room for the operands in 32 registers, was derived
+// from the register file alone.
 
 // neonTile describes the work of gemmTileNEON: sums[i][j] = Σ rows[i][p·step]·b[p·stride + j] for p
 // < k. Strides are in bytes. The assembly depends on the offsets of the fields.
@@ -23,7 +23,7 @@ type neonTile struct {
 //go:noescape
 func gemmTileNEON(t *neonTile)
 
-// tileNEON is the tile kernel. It also computes elements outside the tile, from existing memory,
+// tileNEON is the tile kernel. It also computes elements outside the tile, reading only valid memory,
 // and discards them.
 func tileNEON(t *tile[float32]) {
 	var n neonTile
@@ -53,8 +53,8 @@ func tileNEON(t *tile[float32]) {
 	}
 }
 
-// gemmLastColumns runs the kernel on a copy of B. It copies the tile too, because n would otherwise
-// make the copy of B escape to the heap.
+// gemmLastColumns runs the kernel on a copy of B. It copies the tile as well, since otherwise the
+// copy of B would escape to the heap.
 func gemmLastColumns(n *neonTile, t *tile[float32]) {
 	var b [gemmKC][8]float32
 	for p := range t.k {

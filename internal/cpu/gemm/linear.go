@@ -7,13 +7,13 @@ func Linear[T cpu.Float](y, x, w []T, rows, in, out int) {
 	Mul(false, true, rows, out, in, 1, x, in, w, in, 0, y, out)
 }
 
-// LinearUntil is like Linear, but ends early on request of stop.
+// LinearUntil is like Linear, but returns early if stop requests it.
 func LinearUntil[T cpu.Float](stop *cpu.Stop, y, x, w []T, rows, in, out int) {
 	multiply(true, operands[T]{false, true, rows, out, in, 1, x, in, w, in, 0, y, out, nil, stop})
 }
 
-// LinearAdd computes y = x·wᵀ + d in one pass over y, with the same bits as Linear followed by an
-// addition. It ends early on request of stop.
+// LinearAdd computes y = x·wᵀ + d in one pass over y. The result is bit-identical to Linear followed
+// by an addition. LinearAdd returns early if stop requests it.
 func LinearAdd[T cpu.Float](stop *cpu.Stop, y, d, x, w []T, rows, in, out int) {
 	multiply(true, operands[T]{false, true, rows, out, in, 1, x, in, w, in, 0, y, out, d, stop})
 }

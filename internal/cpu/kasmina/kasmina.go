@@ -53,8 +53,8 @@ type Layer[T cpu.Float] struct {
 	// means no limit.
 	Limit []float64
 
-	// Figures has one element per seed after a pass. For seeds that are not measured, only Bad and
-	// Clipped are set.
+	// Figures has one element per seed after a pass. For unmeasured seeds, only Bad and Clipped are
+	// set.
 	Figures []figures.Chunk
 
 	partial  []figures.Chunk // by block of rows and seed
@@ -95,9 +95,9 @@ func attribute(seed *int) {
 	panic(r)
 }
 
-// Activate adds seed i to Active, unless it only watches its chunk. Seeds must be added in order.
-// It returns an error for a slot that does not exist and for a kind that is unknown or needs more
-// than Width weights.
+// Activate adds seed i to Active, unless the seed only watches its chunk. Seeds must be added in
+// order. It returns an error if the slot does not exist or if the kind is unknown or needs more than
+// Width weights.
 func (k *Layer[T]) Activate(i int, of seed.Seed) error {
 	if of.Slot == 0 || !of.Blend && !of.Learn {
 		return nil
@@ -106,7 +106,7 @@ func (k *Layer[T]) Activate(i int, of seed.Seed) error {
 	s := Seed[T]{Seed: of, Index: i, slot: int(of.Slot), alpha: T(of.Alpha),
 		low: T(of.Low), high: T(of.High)}
 
-	// With α = 0 there is nothing to learn, whatever t(x) is, even NaN.
+	// With α = 0 there is nothing to learn, whatever the value of t(x), even NaN.
 	s.Learn = of.Learn && of.Alpha != 0
 	b, err := blueprints.Lookup(s.Kind)
 	if err != nil {

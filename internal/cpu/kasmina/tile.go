@@ -10,9 +10,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 )
 
-// The work is divided into tiles of whole chunks and at most tileRows rows, regardless of the
-// number of cores. Sums are formed within a tile (in the element type for gradients) and then over
-// the tiles of a seed, in order.
+// The work is divided into tiles of whole chunks and at most tileRows rows, regardless of the number
+// of cores. Sums are formed first within a tile (for gradients, in the element type) and then over a
+// seed's tiles, in order.
 //
 // A tile consists of several strips. A band of rows is computed for all strips before the next
 // band, so that much of each memory page is read at a time. The per-column data of a strip stays in
@@ -73,7 +73,7 @@ func (k *Layer[T]) strips() int {
 	return (seeds*k.Chunk + k.stripWidth() - 1) / k.stripWidth()
 }
 
-// tileGrain returns the number of tiles that are worth handing to a goroutine.
+// tileGrain returns the number of tiles worth handing to a goroutine.
 func (k *Layer[T]) tileGrain() int {
 	rows, seeds := k.tile()
 	return max(1, tileElements/4/(rows*seeds*k.Chunk))

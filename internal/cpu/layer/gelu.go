@@ -73,7 +73,8 @@ func GELU[T cpu.Float](y, x []T) { cpu.Spread(len(y), cpu.Grain(8), plainGELU[T]
 
 type plainGELU[T cpu.Float] struct{ y, x []T }
 
-// geluFar is far from 0: beyond ±geluFar, gelu(a) is a or 0, and a³ could be infinite.
+// geluFar bounds the magnitudes for which the formula is evaluated. Beyond ±geluFar, gelu(a) equals a
+// or 0, and a³ could overflow.
 const geluFar = 100
 
 func (s *plainGELU[T]) Span(lo, hi int) {

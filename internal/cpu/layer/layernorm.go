@@ -10,9 +10,9 @@ import (
 // LayerNormStats is the number of statistics that LayerNorm keeps for a row: the mean in two parts, and
 // the reciprocal of the standard deviation.
 //
-// The first part of the mean is rounded to T, so subtracting it from a number close to it is exact. The
-// second part is the mean of these differences. A single part would lose precision for rows far from
-// 0: in float32, the rounding error of a mean of 10⁷ can be ½.
+// The first part of the mean is rounded to T, so subtracting it from a number close to it is exact.
+// The second part is the mean of these differences. A single number would lose precision for rows far
+// from 0, since in float32 the rounding error of a mean near 10⁷ can reach ½.
 const LayerNormStats = 3
 
 // LayerNorm computes, for each row r of x, which is rows×len(w),

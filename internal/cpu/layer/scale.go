@@ -39,7 +39,7 @@ func (s *scaleBackward[T]) Span(lo, hi int) {
 	}
 }
 
-// Dropout computes y = x/(1−p) where keep says so, and 0 elsewhere.
+// Dropout computes y = x/(1−p) for elements selected by keep, and 0 elsewhere.
 func Dropout[T cpu.Float](y, x []T, p float64, keep func(i int) bool) {
 	scale := T(1 / (1 - p))
 	cpu.Parallel(len(y), 1<<13, func(lo, hi int) {
@@ -56,7 +56,7 @@ func Dropout[T cpu.Float](y, x []T, p float64, keep func(i int) bool) {
 //
 //	norms[o]² = ‖w[o]‖² + b[o]·(2·scale·a·w[o] + scale²·a·aᵀ·b[o])
 //
-// w has the products p = w·aᵀ [out, r] and q = b·a·aᵀ [out, r]. w is [out, in] and b is [out, r].
+// Here w is [out, in] and b is [out, r], with the products p = w·aᵀ [out, r] and q = b·a·aᵀ [out, r].
 func RowNorms[T cpu.Float](norms, w, b, p, q []T, r int, scale float64) {
 	out := len(norms)
 	in := len(w) / out

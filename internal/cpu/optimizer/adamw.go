@@ -23,7 +23,7 @@ type AdamWStep struct {
 // of operations is PyTorch's.)
 //
 // A gradient beyond ±[vec.LargestGradient] counts as ±LargestGradient. In PyTorch, the square of a
-// larger one makes v infinite for good, and the element never moves again.
+// larger one makes v infinite permanently, so that the element never moves again.
 func AdamW[T cpu.Float](p, g, m, v []T, s AdamWStep) {
 	cpu.Spread(len(p), cpu.VectorGrain, adamW[T]{p, g, m, v, adamWRule[T](s)})
 }

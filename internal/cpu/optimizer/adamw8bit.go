@@ -6,7 +6,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/quant"
 )
 
-// Block8 is the number of elements that share a scale in a moment of eight bits.
+// Block8 is the number of elements that share a scale in an 8-bit moment.
 const Block8 = 256
 
 // encode replaces x, a block of a moment, by codes and returns their scale: the largest magnitude in
@@ -35,13 +35,13 @@ func encode[T cpu.Float](b *quant.Codebook, codes []uint8, x []T) (scale T) {
 	return scale
 }
 
-// AdamW8bit is [AdamW] with moments of eight bits. Each block of [Block8] elements of m, encoded by
-// [quant.Signed8], and of v, encoded by [quant.Unsigned8], has a scale. The parameter is updated by the new
-// moments before they are rounded to codes, as in bitsandbytes.
+// AdamW8bit is [AdamW] with 8-bit moments. Each block of [Block8] elements of m, encoded by
+// [quant.Signed8], and of v, encoded by [quant.Unsigned8], has a scale. The parameter is updated by
+// the new moments before they are rounded to codes, as in bitsandbytes.
 //
-// If v of an element is too small, relative to the largest v in its block, to have a code, then v
-// becomes 0 although m may not. Without a gradient, m/ε would then be an arbitrarily large step, so
-// such an m counts as 0.
+// If an element's v is too small to be represented relative to the largest v in its block, it becomes
+// 0 although m may not. Without a gradient, m/ε would then be an arbitrarily large step, so such an m
+// counts as 0.
 func AdamW8bit[T cpu.Float](p, g []T, m, v []uint8, mScale, vScale []T, s AdamWStep) {
 	cpu.Spread(len(p), cpu.VectorGrain, adamW8bit[T]{p, g, m, v, mScale, vScale, adamWRule[T](s)})
 }

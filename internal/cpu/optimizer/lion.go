@@ -11,8 +11,8 @@ type LionStep struct{ LR, Beta1, Beta2, Decay float64 }
 //	p ← (1 − lr·decay)·p − lr·sign(c)
 //	m ← β2·m + (1−β2)·g
 //
-// A gradient beyond a quarter of the largest number counts as that, so that m stays finite. (Chen et
-// al., "Symbolic Discovery of Optimization Algorithms", 2023.)
+// Gradients are limited to a quarter of the largest number in magnitude, so that m stays finite.
+// (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023.)
 func Lion[T cpu.Float](p, g, m []T, s LionStep) {
 	cpu.Spread(len(p), cpu.VectorGrain, lion[T]{p: p, g: g, m: m, keep: T(1 - s.LR*s.Decay),
 		rate: T(s.LR), beta1: T(s.Beta1), gain1: T(1 - s.Beta1), beta2: T(s.Beta2),
@@ -24,8 +24,8 @@ type lion[T cpu.Float] struct {
 	keep, rate, beta1, gain1, beta2, gain2 T
 }
 
-// Span updates the elements lo ≤ i < hi. The conversions round each product, so that no machine
-// fuses it with the sum and all agree about the signs.
+// Span updates the elements lo ≤ i < hi. The conversions round each product, so that no machine fuses
+// it with the sum and all machines agree on the signs.
 func (s *lion[T]) Span(lo, hi int) {
 	p, g, m := s.p[lo:hi], s.g[lo:hi], s.m[lo:hi]
 	largest := largestGradient[T]()

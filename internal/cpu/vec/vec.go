@@ -1,7 +1,7 @@
 // Package vec provides the loops over one row or block that kernels consist of. They run on the
-// calling goroutine, with vector instructions for float32 if the CPU has them and otherwise in
-// plain Go. The result for an element does not depend on its position in the slice, and the order
-// of a sum depends on its length only.
+// calling goroutine, using vector instructions for float32 if the CPU supports them and plain Go
+// otherwise. An element's result does not depend on its position in the slice, and the order of a sum
+// depends only on its length.
 package vec
 
 import (

@@ -31,7 +31,7 @@ type Setup struct {
 	// Forward and Backward bound the relative distances of results from the reference, and of
 	// gradients from those in float64.
 	Forward, Backward float64
-	// Kernels leaves out ops without a kernel for GPUs.
+	// Kernels skips ops without a GPU kernel.
 	Kernels bool
 	// Share, if it is at least 2, runs a random 1/Share of the cases.
 	Share int
@@ -117,8 +117,8 @@ func (s Setup) run(t *testing.T, c opcase.Case, r *rand.Rand) {
 }
 
 // compute returns the result of a case and the gradients of Σ weights ⊙ result + Σ x², where x is the
-// first differentiable input. The second term makes gradients of two uses add up, and surrounds the op
-// with stock ops.
+// first differentiable input. The second term makes the gradients of two uses accumulate, and
+// surrounds the op with stock ops.
 func (s Setup) compute(c opcase.Case, weights []float64) (values [][]float64, err error) {
 	in, wrt := c.Nodes(s.Dtype)
 	y, err := c.Build(in)

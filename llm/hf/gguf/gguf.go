@@ -100,9 +100,9 @@ func Save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 	return nil
 }
 
-// Check returns an error if Save would refuse any model of the given configuration, for example because
-// llama.cpp lacks its architecture or the folder's tokenizer. A long run calls Check before its first
-// step.
+// Check returns an error if Save would reject any model of the given configuration, for example
+// because llama.cpp lacks its architecture or the folder's tokenizer. A long run calls Check before
+// its first step.
 func Check(f *hf.Folder, c llm.Config, t Type) error {
 	if f == nil {
 		return errors.New("gguf: the folder is nil, want one that hf.Open returns")

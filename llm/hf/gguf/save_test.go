@@ -84,7 +84,8 @@ func (z zeros) VocabSize() int                      { return z.vocab }
 func (z zeros) ReadTokens(dst []int, _ int64) error { clear(dst); return nil }
 func (z zeros) Fingerprint() string                 { return "zeros" }
 
-// TestTooLarge checks that a number out of a type's range is refused rather than written as infinity.
+// TestTooLarge checks that a number out of a type's range is rejected rather than written as
+// infinity.
 func TestTooLarge(t *testing.T) {
 	f, m := load(t, tiny)
 	x := m.Params[0].Value.Float32s()

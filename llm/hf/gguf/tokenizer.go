@@ -198,7 +198,7 @@ func (t *file) splitter() (string, error) {
 	return name, nil
 }
 
-// checkAdded refuses added tokens that llama.cpp would match at other places in a text.
+// checkAdded rejects added tokens that llama.cpp would match at other places in a text.
 func (t *file) checkAdded() error {
 	begins := map[string]string{} // maps a proper prefix to a token that starts with it
 	for _, a := range t.AddedTokens {

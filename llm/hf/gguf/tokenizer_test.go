@@ -41,7 +41,7 @@ const (
 )
 
 // TestPreTokenizers checks which pre-tokenizers are written, and that those unknown to llama.cpp are
-// refused.
+// rejected.
 func TestPreTokenizers(t *testing.T) {
 	sequence := func(stages ...string) string {
 		all := ""
@@ -104,7 +104,7 @@ func TestPreTokenizers(t *testing.T) {
 	}
 }
 
-// TestInexpressibleTokenizers checks that other features unknown to llama.cpp are refused.
+// TestInexpressibleTokenizers checks that other features unknown to llama.cpp are rejected.
 func TestInexpressibleTokenizers(t *testing.T) {
 	added := func(tokens string) string {
 		return `{"added_tokens": [{"id": 0, "content": "<|begin_of_text|>", "special": true},
@@ -203,7 +203,7 @@ func TestDifferences(t *testing.T) {
 	require.Contains(t, some[0], "NFC")
 }
 
-// TestQ80OfOtherWidths checks that rows which q8_0 can't divide into blocks are refused rather than
+// TestQ80OfOtherWidths checks that rows which q8_0 can't divide into blocks are rejected rather than
 // written in another type.
 func TestQ80OfOtherWidths(t *testing.T) {
 	f, m := load(t, "../testdata/qwen3")

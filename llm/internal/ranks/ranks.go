@@ -244,8 +244,8 @@ func Settle(e Ranks, err error, commands [][]state.Command,
 	return asked, FirstError(err, errs, failed)
 }
 
-// portable returns the commands in a form that other ranks can read. Commands that cannot be encoded, for
-// example because of a strategy, are replaced by a command that every rank refuses.
+// portable returns the commands in a form that other ranks can read. Commands that cannot be encoded,
+// for example because of a strategy, are replaced by a command that every rank rejects.
 func portable(own [][]state.Command) [][]state.Command {
 	for i, commands := range own {
 		if _, err := json.Marshal(commands); err != nil {

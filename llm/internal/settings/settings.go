@@ -1,5 +1,5 @@
-// Package settings compares the settings of two runs, such as a run and the checkpoint that it resumes. A
-// resumed run computes the same bits only if the settings are equal.
+// Package settings compares the settings of two runs, such as a run and the checkpoint it resumes
+// from. Resuming is bit-exact only if the settings are equal.
 package settings
 
 import (

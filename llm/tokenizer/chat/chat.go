@@ -286,8 +286,8 @@ type Options struct {
 //
 // The text contains the beginning-of-text token if the template writes it, so encode it with Encode
 // of a tokenizer, not EncodeWhole. If a message contains the text of a special token, encoding
-// produces that token. Render fails if the template refuses the conversation or uses anything that
-// is not supported.
+// produces that token. Render fails if the template rejects the conversation or uses anything that is
+// not supported.
 func (t *Template) Render(messages []Message, o Options) (string, error) {
 	turns := make([]jinja.Value, len(messages))
 	for i, m := range messages {

@@ -153,8 +153,8 @@ func TestVariables(t *testing.T) {
 	require.ErrorContains(t, err, "want an array")
 }
 
-// TestHostileTemplates checks that templates that loop, recurse or grow endlessly are refused quickly and
-// without much memory.
+// TestHostileTemplates checks that templates that loop, recurse or grow endlessly are rejected
+// quickly and without much memory.
 func TestHostileTemplates(t *testing.T) {
 	long := renderTimeout
 	defer func() { renderTimeout = long }()

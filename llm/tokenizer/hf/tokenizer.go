@@ -196,8 +196,8 @@ func (t *Tokenizer) read(o *object) error {
 	return t.add(added)
 }
 
-// checkStages refuses a Metaspace that depends on the beginning of the text after a normalizer that adds
-// text there. In this case, the result would depend on offsets.
+// checkStages rejects a Metaspace that depends on the beginning of the text after a normalizer that
+// adds text there. In this case, the result would depend on offsets.
 func (t *Tokenizer) checkStages(stages []stage) error {
 	for _, s := range stages {
 		m, ok := s.(metaspace)

@@ -1,5 +1,5 @@
-// Package figures summarizes the elements of a seed's chunk in a pass: moments, extremes, counts of
-// dead and non-finite elements, and histograms of magnitudes.
+// Package figures summarizes the elements of a seed's chunk in one pass. The figures are moments,
+// extremes, counts of dead and non-finite elements, and histograms of magnitudes.
 package figures
 
 import (
@@ -42,8 +42,8 @@ func (m Moments) Variance() float64 {
 	return m.M2 / m.N
 }
 
-// Chunk summarizes one seed's chunk in a pass: its input in a forward pass, or its output gradient
-// in a backward pass. NaN and Inf are counted in Bad and excluded from everything else.
+// Chunk summarizes one seed's chunk in a pass: its input in a forward pass, or its output gradient in
+// a backward pass. NaN and Inf are counted in Bad and excluded from all other figures.
 type Chunk struct {
 	Moments  Moments // relative to the chunk's anchor until Finish
 	Min, Max float64
@@ -160,7 +160,7 @@ func (f *Chunk) Finish(reduce seed.Reduction, anchor float64) {
 
 // Row summarizes one row of a chunk.
 type Row struct {
-	// anchor is one of the values, or 0. Deviations from it keep their precision if the values
+	// anchor is one of the values, or 0. Deviations from it retain their precision even if the values
 	// share leading digits.
 	anchor    float64
 	Moments   Moments // the mean is relative to the anchor

@@ -16,8 +16,8 @@ import (
 // Columns is the maximum number of columns of a strip.
 const Columns = 256
 
-// PassRows is the number of rows that pass through all kernels before the next ones do: few enough
-// to stay in the first-level cache.
+// PassRows is the number of rows that pass through all kernels before the next ones do. They are few
+// enough to stay in the first-level cache.
 const PassRows = 2 * NormRows
 
 // Figures summarize each column. Deviations are relative to the column's anchor, which is the same
@@ -201,8 +201,8 @@ func (p *Pack) Store(y []float32, s View) {
 }
 
 // Streamed is the minimum size, in elements, of results that are written past the caches. Most of
-// such a result would have left the caches before it is needed, and writing through them would
-// first read the overwritten memory.
+// such a result would be evicted from the caches before it is needed, and writing through them would
+// first read the memory to be overwritten.
 var Streamed = 1 << 21
 
 // streams reports whether the strip of y is written past the caches, which requires aligned
@@ -410,9 +410,9 @@ type Fetch struct {
 	Jump      int // offset from the end of a row to the next row
 }
 
-// Fuses reports whether kernels for MeasureForward and MeasureBackward exist. They are limited by
-// memory and take no longer than kernels that compute no figures, so where they exist, skipping
-// figures would save nothing.
+// Fuses reports whether kernels for MeasureForward and MeasureBackward exist. They are memory-bound
+// and take no longer than kernels that compute no figures, so where they exist, skipping figures
+// would save nothing.
 func Fuses() bool { return kernels32 != nil && kernels32.fusedForward != nil }
 
 // Fuses reports whether MeasureForward and MeasureBackward can compute the strip s.

@@ -61,7 +61,7 @@ func makeRange(in *interpreter, a *callArguments) value {
 	return r
 }
 
-// raise implements raise_exception, which templates call to refuse a conversation.
+// raise implements raise_exception, which templates call to reject a conversation.
 func raise(in *interpreter, a *callArguments) value {
 	message := a.bind("raise_exception", 1, "message")[0]
 	fail("the template refuses the conversation: %s", in.str(message))

@@ -444,8 +444,8 @@ func matchString(s string) int {
 
 // unescape decodes the escape sequences of a string literal.
 //
-// Jinja2 first turns every character outside of ASCII into an escape sequence. After a backslash,
-// that sequence is no longer one: "\é" becomes the four characters after an escaped backslash.
+// Jinja2 first turns every character outside ASCII into an escape sequence. After a backslash, that
+// sequence is no longer one: "\é" becomes the four characters after an escaped backslash.
 func (l *lexer) unescape(s string) string {
 	if strings.IndexByte(s, '\\') < 0 {
 		return s

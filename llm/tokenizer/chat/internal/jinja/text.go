@@ -187,7 +187,7 @@ func isASCII(s string) bool {
 // isAlphanumeric reports whether Python's isalnum holds for a character.
 func isAlphanumeric(r rune) bool { return unicode.IsLetter(r) || unicode.IsNumber(r) }
 
-// otherDigits are the digits of Unicode outside of the category Nd, as pairs of first and last.
+// otherDigits are the digits of Unicode outside the category Nd, as pairs of first and last.
 var otherDigits = []rune{0xb2, 0xb3, 0xb9, 0xb9, 0x1369, 0x1371, 0x19da, 0x19da, 0x2070, 0x2070,
 	0x2074, 0x2079, 0x2080, 0x2089, 0x2460, 0x2468, 0x2474, 0x247c, 0x2488, 0x2490, 0x24ea, 0x24ea,
 	0x24f5, 0x24fd, 0x24ff, 0x24ff, 0x2776, 0x277e, 0x2780, 0x2788, 0x278a, 0x2792, 0x10a40, 0x10a43,

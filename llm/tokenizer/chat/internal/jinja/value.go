@@ -9,8 +9,8 @@ import (
 	"unicode/utf8"
 )
 
-// A value is a Python value: nil for None, bool, int64, *big.Int for integers outside of int64,
-// float64, string, or one of the types below.
+// A value is a Python value: nil for None, bool, int64, *big.Int for integers outside int64, float64,
+// string, or one of the types below.
 type value any
 
 type (
