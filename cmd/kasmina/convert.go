@@ -84,7 +84,19 @@ func (o *convertOptions) run(c *cobra.Command) error {
 		}
 	}
 
-	f, err := hf.Open(o.model)
+	model, adapted := o.model, hf.IsAdapter(o.model)
+	if adapted {
+		base, err := hf.AdapterBase(o.model)
+		if err != nil {
+			return err
+		}
+		if model = base; base == "" {
+			return fmt.Errorf("%s holds adapters and does not name their model: write its folder as "+
+				"base_model_name_or_path into adapter_config.json", o.model)
+		}
+	}
+
+	f, err := hf.Open(model)
 	if err != nil {
 		return err
 	}
@@ -95,6 +107,9 @@ func (o *convertOptions) run(c *cobra.Command) error {
 	}
 
 	m, err := load(c.Context(), f, c.ErrOrStderr())
+	if err == nil && adapted {
+		m, err = hf.LoadAdapter(c.Context(), o.model, m, f)
+	}
 	if err != nil {
 		return err
 	}

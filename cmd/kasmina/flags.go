@@ -53,6 +53,12 @@ var flagRules = map[string]map[string]rule{
 		"board-control": onlyWith("board", "", "an address with --board"),
 		"deadline":      later,
 		"save-parts":    later},
+	"finetune": {"model": always, "data": always, "out": always, "method": always, "rank": ofAdapters,
+		"alpha": ofAdapters, "dropout": ofAdapters, "targets": ofAdapters, "merge": ofAdapters,
+		"blocks": ofLastBlocks, "steps": always, "epochs": notWith("steps", "0", "which sets the length of the run"),
+		"batch": always, "accumulate": always, "seq": always, "lr": always, "held-out": always, "prompt": always,
+		"recompute": always, "save-every": always, "eval-every": always, "seed": always, "resume": always,
+		"board": always, "quiet": always, "gpus": later, "device": always, "precision": always},
 	"serve": {"model": always, "addr": always, "api-key": always, "context": always, "slots": always,
 		"queue": always, "timeout": always, "max-body": always, "cors": always, "device": always,
 		"precision": always},
@@ -69,6 +75,22 @@ var flagRules = map[string]map[string]rule{
 // ofNew is the rule of flags that describe a new model.
 func ofNew(f *pflag.FlagSet) string {
 	return notWith("model", "", "whose architecture and tokenizer stay as they are")(f)
+}
+
+// ofAdapters is the rule of flags that describe adapters.
+func ofAdapters(f *pflag.FlagSet) string {
+	if why := notWithValue(f, "method", methodFull, "which has no adapters"); why != "" {
+		return why
+	}
+	return notWithValue(f, "method", methodLast, "which has no adapters")
+}
+
+// ofLastBlocks is the rule of --blocks.
+func ofLastBlocks(f *pflag.FlagSet) string {
+	if f.Lookup("method").Value.String() == methodLast {
+		return ""
+	}
+	return "has no effect without --method last: want that too"
 }
 
 // onlyWith returns the rule of a flag that has an effect only if another flag differs from the value

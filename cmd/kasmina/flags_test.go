@@ -53,6 +53,14 @@ var ineffective = map[string]string{
 	"train --keep-best":      "train --model MODEL --data TEXT --out OUT --keep-best --eval-every 0",
 	"train --gpus":           "train --model MODEL --data TEXT --out OUT --gpus 2 --device cpu",
 	"train --save-parts":     "train --model MODEL --data TEXT --out OUT --save-parts --device cpu",
+	"finetune --rank":        "finetune --model MODEL --data TEXT --out OUT --method full --rank 4",
+	"finetune --alpha":       "finetune --model MODEL --data TEXT --out OUT --method full --alpha 4",
+	"finetune --dropout":     "finetune --model MODEL --data TEXT --out OUT --method full --dropout 0.1",
+	"finetune --targets":     "finetune --model MODEL --data TEXT --out OUT --method last --blocks 1 --targets q_proj",
+	"finetune --merge":       "finetune --model MODEL --data TEXT --out OUT --method full --merge",
+	"finetune --blocks":      "finetune --model MODEL --data TEXT --out OUT --blocks 1",
+	"finetune --epochs":      "finetune --model MODEL --data TEXT --out OUT --steps 2 --epochs 2",
+	"finetune --gpus":        "finetune --model MODEL --data TUNE --out OUT --gpus 2 --device cpu",
 	"convert --precision":    "convert --model MODEL --out OUT --gguf f32 --precision f16",
 	"convert --shard":        "convert --model MODEL --out OUT --gguf f32 --shard 1e-9",
 }
@@ -85,7 +93,8 @@ func TestEveryFlagHasARule(t *testing.T) {
 	for flag, line := range ineffective {
 		require.False(t, always[flag], "%s is said to have an effect always", flag)
 		out := filepath.Join(t.TempDir(), "out")
-		line = strings.NewReplacer("MODEL", tiny, "TEXT", license, "OUT", out).Replace(line)
+		line = strings.NewReplacer("MODEL", tiny, "TEXT", license, "OUT", out, "TUNE",
+			writeTuning(t, 3)).Replace(line)
 		_, err := kasmina(t, strings.Fields(line)...)
 		_, name, _ := strings.Cut(flag, " ")
 		require.Regexp(t, name+" (2 )?has no effect", err, line)
@@ -149,6 +158,7 @@ func TestErrorsNameTheFlag(t *testing.T) {
 		"eval":     "eval -m MODEL -d TEXT",
 		"generate": "generate -m MODEL -p a -n 2 -t 1",
 		"train":    "train -m MODEL -d TEXT -o OUT -n 200 --device cpu",
+		"finetune": "finetune -m MODEL -d CHAT -o OUT --device cpu",
 		"convert":  "convert -m MODEL -o OUT",
 		"chat":     "chat -m MODEL -t 1",
 		"serve":    "serve -m MODEL --addr 127.0.0.1:0",
@@ -173,7 +183,10 @@ func TestErrorsNameTheFlag(t *testing.T) {
 					args = append(slices.DeleteFunc(args, func(a string) bool { return a == "-m" || a == tiny }),
 						"--preset", "small")
 				}
-				if f.Name == "rank" {
+				if f.Name == "blocks" {
+					args = append(args, "--method", "last")
+				}
+				if f.Name == "rank" && c.Name() == "train" {
 					args = append(args, "--adapters", "all")
 				}
 				_, err := kasmina(t, args...)
@@ -247,6 +260,33 @@ var effects = map[string]effect{
 	"convert --shard":     {"convert -m TINY -o OUT", "convert -m TINY -o OUT --shard 1e-5"},
 	"convert --gguf":      {"convert -m TINY -o OUT", "convert -m TINY -o OUT --gguf f16"},
 
+	"finetune --model":      {"TUNED", "TUNED --model ALTERED"},
+	"finetune --data":       {"TUNED", "TUNED --data CHAT"},
+	"finetune --out":        {"TUNED", "TUNED --out OUT/x"},
+	"finetune --method":     {"TUNED", "TUNED --method full"},
+	"finetune --rank":       {"TUNED", "TUNED --rank 2"},
+	"finetune --alpha":      {"TUNED", "TUNED --alpha 1"},
+	"finetune --dropout":    {"TUNED", "TUNED --dropout 0.5"},
+	"finetune --targets":    {"TUNED", "TUNED --targets q_proj"},
+	"finetune --merge":      {"TUNED", "TUNED --merge"},
+	"finetune --blocks":     {"TUNED --method last --blocks 1", "TUNED --method last --blocks 2"},
+	"finetune --steps":      {"TUNED", "TUNED --steps 3"},
+	"finetune --epochs":     {"LONG", "LONG --epochs 1"},
+	"finetune --batch":      {"TUNED", "TUNED --batch 1"},
+	"finetune --accumulate": {"TUNED", "TUNED --accumulate 2"},
+	"finetune --seq":        {"TUNED", "TUNED --seq 64"},
+	"finetune --lr":         {"TUNED", "TUNED --lr 0.01"},
+	"finetune --held-out":   {"TUNED", "TUNED --held-out 0.5"},
+	"finetune --prompt":     {"TUNED", "TUNED --prompt another"},
+	"finetune --save-every": {"TUNED", "TUNED --save-every 1"},
+	"finetune --eval-every": {"TUNED", "TUNED --eval-every 1"},
+	"finetune --seed":       {"TUNED", "TUNED --seed 2"},
+	"finetune --resume":     {"TUNED", "TUNED --resume"},
+	"finetune --board":      {"TUNED", "TUNED --board 127.0.0.1:0"},
+	"finetune --quiet":      {"TUNED", "TUNED --quiet"},
+	"finetune --device":     {"TUNED", "TUNED --device none"},
+	"finetune --precision":  {"TUNED", "TUNED --precision none"},
+
 	"train --preset":    {"FRESH --preset small", "FRESH --preset none"},
 	"train --layers":    {"FRESH --layers 1", "FRESH --layers 2"},
 	"train --dim":       {"FRESH --layers 1", "FRESH --layers 1 --dim 16"},
@@ -295,6 +335,8 @@ var effects = map[string]effect{
 
 // unseen lists the flags without a visible effect in a single process on a CPU, with the reason.
 var unseen = map[string]string{
+	"finetune --recompute":   "it changes the memory that a run takes, and no bits",
+	"finetune --gpus":        "TestFinetuneRanks starts several processes",
 	"chat --system":          "TestChat looks for it in the prompt",
 	"chat --seed":            "TestChat compares two seeds",
 	"train --monitor":        "TestTrainFromScratch looks for the table, which has times",
@@ -319,6 +361,7 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 	chats := filepath.Join(t.TempDir(), "chat.jsonl")
 	require.NoError(t, os.WriteFile(chats, []byte(`{"text": "Permission is hereby granted, free of `+
 		`charge, to any person obtaining a copy of this software"}`+"\n{}\n[]\n"), 0o666))
+	tune := writeTuning(t, 40)
 	recorded := finishedRun(t)
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	folder := t.TempDir()
@@ -330,6 +373,8 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 	observe := func(line string) string {
 		t.Chdir(t.TempDir())
 		line = strings.Replace(line, "TRAIN", "train -m TINY -d TEXT -o OUT -n 2 -b 1 --seq 16 --device cpu", 1)
+		line = strings.Replace(line, "LONG", "finetune -m TINY -d TUNE -o OUT -b 1 --accumulate 1 --device cpu", 1)
+		line = strings.Replace(line, "TUNED", "finetune -m TINY -d TUNE -o OUT -n 2 -b 2 --accumulate 1 --device cpu", 1)
 		line = strings.Replace(line, "FRESH", "train --dim 32 --heads 2 -d TEXT -o OUT -n 2 -b 1 --seq 16 "+
 			"--device cpu", 1)
 		if !strings.Contains(line, "--vocab") && !strings.Contains(line, "--tokenizer") &&
@@ -341,7 +386,7 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 		}
 		dir := filepath.Join(t.TempDir(), "dir")
 		line = strings.NewReplacer("TINY", absolute(t, tiny), "LLAMA", absolute(t, testdata+"/llama2"),
-			"ALTERED", altered, "TEXT", absolute(t, license), "OTHER", other, "FOLDER", folder, "CHAT", chats, "RUN", recorded, "OUT",
+			"ALTERED", altered, "TEXT", absolute(t, license), "OTHER", other, "FOLDER", folder, "CHAT", chats, "TUNE", tune, "RUN", recorded, "OUT",
 			filepath.Join(dir, "out")).Replace(line)
 		var stdout, stderr bytes.Buffer
 		err := run(t.Context(), strings.Fields(line), &stdout, &stderr)
@@ -382,7 +427,7 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 }
 
 // timesAndPlaces matches the parts of the output that differ between two runs of the same command.
-var timesAndPlaces = regexp.MustCompile(`\d+:\d\d left|[\d.]+[kM]? tok/s|in [\d.]+ s|127\.0\.0\.1:\d+|/tmp/[^ "\n]*/\d+/`)
+var timesAndPlaces = regexp.MustCompile(`\d+:\d\d left|"(tokens_per_s|peak_gib)":[\d.e+-]+|[\d.]+[kM]? tok/s|in [\d.]+ s|127\.0\.0\.1:\d+|/tmp/[^ "\n]*/\d+/`)
 
 // absolute returns the absolute path of a file in the package's folder.
 func absolute(t *testing.T, path string) string {

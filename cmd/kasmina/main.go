@@ -7,6 +7,7 @@
 //	kasmina chat --model DIR                               # talks to a model in the terminal
 //	kasmina serve --model DIR                              # serves a model over OpenAI's API, with a page to chat
 //	kasmina train --model DIR --data FILE --out NEW        # continues training a model
+//	kasmina finetune --model DIR --data FILE --out NEW     # teaches a model chats or texts
 //	kasmina convert --model DIR --out NEW --precision bf16 # converts the weights to another type
 //	kasmina board runs/*                                   # compares runs in a browser
 //	kasmina report runs/one                                # writes a run as an HTML page
@@ -24,6 +25,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"regexp"
 
 	"github.com/kasmina-go/kasmina/comm/launch"
 	"github.com/spf13/cobra"
@@ -36,7 +38,7 @@ func main() {
 	switch {
 	case job != nil:
 		// The job forwards signals to its processes, which save and exit by themselves.
-		job.Stdout, job.Stderr = os.Stdout, stderr
+		job.Stdout, job.Stderr = unlabeled{os.Stdout}, stderr
 		err = launch.Run(context.Background(), *job)
 	case err == nil && saves(args):
 		err = run(launch.UntilInterrupt(stderr), args, os.Stdout, os.Stderr)
@@ -57,10 +59,22 @@ func main() {
 	os.Exit(launch.ExitCode(err))
 }
 
+// unlabeled writes lines without the label of the process that they come from. Only rank 0 writes to
+// standard output, which other programs may read.
+type unlabeled struct{ io.Writer }
+
+// label is what package launch puts in front of a line.
+var label = regexp.MustCompile(`^\[\d+\] `)
+
+func (u unlabeled) Write(line []byte) (int, error) {
+	_, err := u.Writer.Write(line[len(label.Find(line)):])
+	return len(line), err
+}
+
 // saves reports whether a command line runs a command that saves its state when it is interrupted.
 func saves(args []string) bool {
 	c, _, err := newRoot().Find(args)
-	return err == nil && c.Name() == "train"
+	return err == nil && (c.Name() == "train" || c.Name() == "finetune")
 }
 
 // converses reports whether a command line runs a command that handles interrupts itself.
@@ -89,7 +103,7 @@ func newRoot() *cobra.Command {
 		PersistentPreRunE: func(c *cobra.Command, args []string) error { return checkFlags(c) },
 	}
 
-	root.AddCommand(newInspect(), newEval(), newGenerate(), newTrain(), newConvert(), newBoard(), newServe(), newChat(),
+	root.AddCommand(newInspect(), newEval(), newGenerate(), newTrain(), newFinetune(), newConvert(), newBoard(), newServe(), newChat(),
 		newReport(), newData(), newVersion())
 
 	root.SetFlagErrorFunc(flagError)

@@ -18,13 +18,13 @@ import (
 	"github.com/kasmina-go/kasmina/llm/parallel"
 )
 
-// ranksJob returns the job for a process that starts one process per GPU: for train with --gpus, and on a
+// ranksJob returns the job for a process that starts one process per GPU: for train and finetune with --gpus, and on a
 // node of Kubeflow Trainer with several GPUs. It returns nil if there is nothing to start, or if the
 // command line is invalid. In that case the command itself reports the error, once.
 func ranksJob(args []string) (*launch.Job, error) {
 	root := newRoot()
 	c, rest, err := root.Find(args)
-	if err != nil || c.Name() != "train" || c.ParseFlags(rest) != nil ||
+	if err != nil || c.Name() != "train" && c.Name() != "finetune" || c.ParseFlags(rest) != nil ||
 		c.ValidateArgs(c.Flags().Args()) != nil || recall(c) != nil || c.ValidateRequiredFlags() != nil ||
 		c.ValidateFlagGroups() != nil || checkFlags(c) != nil {
 		return nil, nil

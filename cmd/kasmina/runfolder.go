@@ -299,10 +299,14 @@ func differences(options map[string]string, m *manifest) (all []string) {
 		return nil
 	}
 
-	flags := newTrain().Flags()
+	trains, tunes := newTrain().Flags(), newFinetune().Flags()
 	isDefault := func(name, value string) bool {
-		f := flags.Lookup(name)
-		return f != nil && f.DefValue == value
+		for _, flags := range []*pflag.FlagSet{trains, tunes} {
+			if f := flags.Lookup(name); f != nil && f.DefValue == value {
+				return true
+			}
+		}
+		return false
 	}
 
 	names := maps.Clone(options)

@@ -201,6 +201,29 @@ func (e *Encoder) conversation(x *Example, answer Content) ([]Sequence, error) {
 	return []Sequence{s}, nil
 }
 
+// Prompt returns the text that the model is given to answer an example: everything before the last turn of
+// the assistant, with the invitation to the assistant, or the prompt of a completion. Of a text it is "".
+func (e *Encoder) Prompt(x Example) (string, error) {
+	if !x.Completion.IsChat() {
+		return x.Prompt.Text, nil
+	}
+
+	if e.Template == nil {
+		return "", errors.New("chatdata: the model has no chat template")
+	}
+
+	messages := slices.Concat(x.Prompt.Messages, x.Completion.Messages)
+	n := len(messages) // those before the assistant's turn
+	for i, m := range messages {
+		if m.Role == "assistant" {
+			n = i
+		}
+	}
+
+	r := renderer{e: e, x: &x, messages: messages}
+	return r.render(n, true)
+}
+
 // errUnstable reports that a template renders messages differently once more messages follow.
 var errUnstable = errors.New("the template renders messages differently once more messages follow")
 

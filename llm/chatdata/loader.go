@@ -225,3 +225,24 @@ func (l *Loader) InUse() data.Batch { return l.batch }
 
 // Sequences returns the sequences of the loader.
 func (l *Loader) Sequences() []Sequence { return slices.Clip(l.sequences) }
+
+// Evaluation packs held-out sequences for evaluations in batches of rows of seq tokens. Its bits per byte
+// are those of the learned text.
+func (e *Encoder) Evaluation(sequences []Sequence, batch, seq int) (*data.Evaluation, error) {
+	l, err := NewLoader(sequences, data.LoaderConfig{Batch: 1, Seq: seq})
+	if err != nil {
+		return nil, err
+	}
+
+	var rows data.Batch
+	for range l.Rows() {
+		b, err := l.Next()
+		if err != nil {
+			return nil, err
+		}
+		rows.Inputs, rows.Targets = append(rows.Inputs, b.Inputs...), append(rows.Targets, b.Targets...)
+		rows.Starts, rows.Positions = append(rows.Starts, b.Starts...), append(rows.Positions, b.Positions...)
+	}
+
+	return data.NewPackedEvaluation(rows, max(1, len(e.learnedText(sequences))), batch, seq)
+}

@@ -16,6 +16,7 @@ import (
 type Evaluation struct {
 	ids       []int
 	docStarts []int // for each token, the token that starts its document; nil if documents are unknown
+	packed    *Batch // packed sequences instead of ids and docStarts; may be nil
 	bytes     int
 	batch     int
 	seq       int
@@ -27,6 +28,11 @@ type Evaluation struct {
 // Fingerprint identifies the tokens and their division into batches.
 func (e *Evaluation) Fingerprint() string {
 	e.hashed.Do(func() {
+		if e.packed != nil {
+			e.hash = fingerprintOf(fmt.Sprint("packed evaluation ", e.batch, e.seq, e.bytes),
+				fmt.Sprint(*e.packed))
+			return
+		}
 		e.hash = fingerprintOf(fmt.Sprint("evaluation ", e.batch, e.seq, e.bytes),
 			fmt.Sprint(e.ids, e.docStarts))
 	})
@@ -113,19 +119,33 @@ func (e *Evaluation) add(tok tokenizer.Tokenizer, text []byte, separate bool) {
 }
 
 // Tokens returns the total number of targets.
-func (e *Evaluation) Tokens() int { return len(e.ids) - 1 }
+func (e *Evaluation) Tokens() int {
+	if e.packed != nil {
+		return e.packed.Count
+	}
+	return len(e.ids) - 1
+}
 
 // Seq returns the number of tokens in a sequence.
 func (e *Evaluation) Seq() int { return e.seq }
 
 // IDs yields all tokens in the order of the sequences.
-func (e *Evaluation) IDs() iter.Seq[int] { return slices.Values(e.ids) }
+func (e *Evaluation) IDs() iter.Seq[int] {
+	if e.packed != nil {
+		return e.packedIDs()
+	}
+	return slices.Values(e.ids)
+}
 
 // Bytes returns the number of text bytes that the targets represent.
 func (e *Evaluation) Bytes() int { return e.bytes }
 
 // Batches yields the batches in order. The memory of a batch is reused for the next one.
 func (e *Evaluation) Batches() iter.Seq[Batch] {
+	if e.packed != nil {
+		return e.packedBatches
+	}
+
 	return func(yield func(Batch) bool) {
 		b := newBatch(e.batch * e.seq)
 		if e.docStarts != nil {

@@ -60,6 +60,10 @@ func (f *Folder) open() error {
 
 	var err error
 	f.config, err = regular.Read(filepath.Join(f.Dir, configName), maxConfig, "a config.json has")
+	if errors.Is(err, fs.ErrNotExist) && IsAdapter(f.Dir) {
+		return fmt.Errorf("it holds adapters and no model: merge them into their model with kasmina convert "+
+			"--model %s --out NEW", f.Dir)
+	}
 	if errors.Is(err, fs.ErrNotExist) {
 		return errors.New("it has no config.json: name the folder that a model was downloaded " +
 			"to, or that SavePretrained wrote")

@@ -1,0 +1,765 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/internal/failpoint"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/chatdata"
+	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/llm/parallel"
+	"github.com/kasmina-go/kasmina/llm/runlog"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// The values of --method.
+const (
+	methodLoRA   = "lora"
+	methodRSLoRA = "rslora"
+	methodDoRA   = "dora"
+	methodFull   = "full" // all weights
+	methodLast   = "last" // those of the last blocks
+)
+
+// fullRate is the default learning rate of tuning the weights themselves. Adapters learn best at about
+// ten times that, whatever their rank.
+const fullRate = 2e-5
+
+// warmupShare is the share of a run in which the learning rate rises.
+const warmupShare = 0.03
+
+type finetuneOptions struct {
+	trainOptions
+
+	method  string
+	rank    int
+	alpha   float64
+	dropout float64
+	targets string
+	blocks  int
+	merge   bool
+
+	epochs    int
+	heldShare float64
+	prompts   []string
+
+	now time.Time // for chat templates that write the date; the same for the whole run
+}
+
+func newFinetune() *cobra.Command {
+	o := &finetuneOptions{}
+	o.deadline = parallel.Deadline
+	c := &cobra.Command{
+		Use:   "finetune --model DIR --data FILE --out NEW",
+		Short: "Teach a model your own chats or texts",
+		Long: `Fine-tune a model on chats, prompts with their completions, or texts: JSON Lines, as described in
+"kasmina data check --help". Lines that cannot be used stop the command before it trains, with their
+line numbers.
+
+  method   what learns
+  lora     low-rank adapters of the linear layers, while the model stays as it is
+  rslora   the same with a scale that suits high ranks
+  dora     the same with magnitudes of their own, which is often better and takes more time
+  full     all weights
+  last     the weights of the last blocks: --blocks 4
+
+The model learns the assistant's words and the token that ends each turn, or of a prompt with its
+completion the completion. Everything else is context. Short examples share a sequence, and attention
+does not reach from one into another.
+
+The folder --out receives the adapters in the format of PEFT, with the tokenizer and the chat template.
+With --merge, or if there are no adapters, it receives the whole model in the format of transformers. Its
+subfolder run holds the last checkpoint and the log. If a run was interrupted or killed, the same command
+continues it with the same bits as without the interruption.
+
+The last line of output is a JSON object with steps, tokens_per_s, train_loss, val_loss, trained_params,
+peak_gib and out.`,
+		Example: `  kasmina finetune -m Llama-3.2-1B-Instruct -d chat.jsonl -o tuned
+  kasmina finetune -m Llama-3.2-1B-Instruct -d chat.jsonl -o merged --merge --epochs 1
+  kasmina finetune -m Llama-3.2-1B-Instruct -d chat.jsonl -o last --method last --blocks 4`,
+		Args:              cobra.NoArgs,
+		ValidArgsFunction: cobra.NoFileCompletions,
+		PreRunE:           func(c *cobra.Command, args []string) error { return recall(c) },
+		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
+	}
+
+	o.modelFlag(c)
+	f := c.Flags()
+	f.StringVarP(&o.data, "data", "d", "", "`file` of JSON Lines")
+	f.StringVarP(&o.out, "out", "o", "", "new `directory` for the result and the run")
+	f.StringVar(&o.method, "method", methodLoRA, "what learns: lora, rslora, dora, full or last")
+	f.IntVar(&o.rank, "rank", 16, "rank of the adapters")
+	f.Float64Var(&o.alpha, "alpha", 32, "scale of the adapters: their product counts alpha/rank times")
+	f.Float64Var(&o.dropout, "dropout", 0, "probability with which adapters leave out an input")
+	f.StringVar(&o.targets, "targets", llm.AllLinear, "linear layers with adapters, separated by commas, such "+
+		"as q_proj,v_proj or layers.[0-3].*")
+	f.IntVar(&o.blocks, "blocks", 0, "number of blocks that learn with --method last")
+	f.BoolVar(&o.merge, "merge", false, "merge the adapters into the model and save that")
+	f.IntVarP(&o.train.Steps, "steps", "n", 0, "number of optimizer steps (default: as many as --epochs take)")
+	f.IntVar(&o.epochs, "epochs", 3, "number of passes over the data")
+	f.IntVarP(&o.train.Batch, "batch", "b", 2, "sequences per batch")
+	f.IntVar(&o.train.Accumulate, "accumulate", 4, "batches per step")
+	f.IntVar(&o.seq, "seq", 0, "tokens per sequence (default: as the longest example needs, at least 256 if the "+
+		"model allows that)")
+	f.Float64Var(&o.lr, "lr", 0, "peak learning rate (default: 2e-4 for adapters, 2e-5 for weights)")
+	f.Float64Var(&o.heldShare, "held-out", 0.05, "share of the examples to evaluate on instead of learning them")
+	f.StringArrayVarP(&o.prompts, "prompt", "p", nil, "`text` to answer after each evaluation; may be repeated "+
+		"(default: that of a held-out example)")
+	f.BoolVar(&o.train.Recompute, "recompute", false,
+		"save memory by computing the blocks again in the backward pass")
+	f.IntVar(&o.saveEvery, "save-every", 100, "steps between checkpoints; 0 saves only after the last step")
+	f.IntVar(&o.evalEvery, "eval-every", 50, "steps between evaluations; 0 evaluates only after the last step")
+	f.Uint64VarP(&o.seed, "seed", "s", 1, "random seed for the data order and the adapters")
+	f.BoolVar(&o.resume, "resume", false, "continue the run in --out even if its options were different")
+	f.StringVar(&o.board, "board", "", "show the run in a browser at this `address`, such as 127.0.0.1:6060")
+	f.BoolVarP(&o.quiet, "quiet", "q", false, "show no progress")
+	f.IntVar(&o.gpus, "gpus", 0, "number of GPUs of this computer to train on, or of processes with --device "+
+		"cpu; they share the batches of a step (--accumulate)")
+	o.machineFlags(c)
+	completeFlag(c, "method", methodLoRA, methodRSLoRA, methodDoRA, methodFull, methodLast)
+	markRequired(c, "model", "data", "out")
+	return c
+}
+
+// adapts reports whether adapters learn, instead of the weights.
+func (o *finetuneOptions) adapts() bool {
+	return o.method == methodLoRA || o.method == methodRSLoRA || o.method == methodDoRA
+}
+
+// checkValues returns an error for values that make no sense, before anything is read.
+func (o *finetuneOptions) checkValues() error {
+	for _, count := range []struct {
+		name         string
+		value, least int
+		most         int
+	}{{"steps", o.train.Steps, 0, math.MaxInt}, {"epochs", o.epochs, 1, mostSequences},
+		{"batch", o.train.Batch, 1, mostSequences}, {"accumulate", o.train.Accumulate, 1, mostSequences},
+		{"seq", o.seq, 0, math.MaxInt32}, {"rank", o.rank, 1, 1 << 16}, {"blocks", o.blocks, 0, 1 << 16},
+		{"save-every", o.saveEvery, 0, math.MaxInt}, {"eval-every", o.evalEvery, 0, math.MaxInt},
+		{"gpus", o.gpus, 0, mostSequences}} {
+		if count.value < count.least || count.value > count.most {
+			return fmt.Errorf("--%s is %d, want %d to %d", count.name, count.value, count.least, count.most)
+		}
+	}
+
+	switch {
+	case !o.adapts() && o.method != methodFull && o.method != methodLast:
+		return fmt.Errorf("--method is %.40q, want lora, rslora, dora, full or last", o.method)
+	case o.method == methodLast && o.blocks == 0:
+		return errors.New("--method last needs the number of --blocks that learn")
+	case !(o.alpha > 0) || math.IsInf(o.alpha, 0):
+		return fmt.Errorf("--alpha is %v, want a finite number above 0", o.alpha)
+	case !(o.dropout >= 0 && o.dropout < 1):
+		return fmt.Errorf("--dropout is %v, want at least 0 and less than 1", o.dropout)
+	case !(o.heldShare >= 0 && o.heldShare < 1):
+		return fmt.Errorf("--held-out is %v, want at least 0 and less than 1", o.heldShare)
+	case !(o.lr >= 0) || math.IsInf(o.lr, 0):
+		return fmt.Errorf("--lr is %v, want a finite number above 0", o.lr)
+	}
+
+	return nil
+}
+
+func (o *finetuneOptions) run(c *cobra.Command) (err error) {
+	if err := o.checkValues(); err != nil {
+		return err
+	}
+
+	f, err := hf.Open(o.model)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+
+	d, err := o.read(c, f)
+	if err != nil {
+		return err
+	}
+
+	o.choose(d)
+	m, err := o.meet(c)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, m.close(err)) }()
+
+	if !m.team.First() {
+		c.SetOut(io.Discard)
+		c.SetErr(io.Discard)
+	}
+
+	if err := o.checkProcesses(c, m); err != nil {
+		return err
+	}
+
+	o.device = "cpu"
+	if m.device != nil {
+		o.device = "cuda"
+	}
+	if o.precision == "" {
+		o.precision = m.precision.String()
+	}
+
+	stage, release, err := o.openFolder(c, m)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, release()) }()
+
+	if stage != finished {
+		err = o.remedy(o.tune(c, m, stage, f, d))
+	}
+	if err != nil || !m.team.First() {
+		return err
+	}
+
+	text, err := os.ReadFile(o.in(resultName))
+	if err != nil {
+		return err
+	}
+	_, err = c.OutOrStdout().Write(text)
+	return err
+}
+
+// tuningData is the data of a run.
+type tuningData struct {
+	encoder  *chatdata.Encoder
+	learn    []chatdata.Sequence
+	held     []chatdata.Sequence
+	examples int
+	prompts  []string // rendered
+}
+
+// read reads and checks the data, and divides it into examples to learn and held-out ones.
+func (o *finetuneOptions) read(c *cobra.Command, f *hf.Folder) (*tuningData, error) {
+	// A template may write the date, so a run that continues needs that of its start.
+	today := time.Now().Format(time.DateOnly)
+	if notes, err := llm.ReadNotes(o.in(checkpointName)); err == nil && notes[dateNote] != "" {
+		today = notes[dateNote]
+	}
+
+	var err error
+	if o.now, err = time.ParseInLocation(time.DateOnly, today, time.Local); err != nil {
+		return nil, fmt.Errorf("the checkpoint in %s has the date %.40q: %w", o.in(""), today, err)
+	}
+
+	check := dataCheck{common: common{model: o.model, seq: o.seq}}
+	e, err := check.encoder()
+	if err != nil {
+		return nil, err
+	}
+	e.Now = o.now
+
+	report, err := o.report(c.Context(), e)
+	if err != nil {
+		return nil, err
+	}
+
+	d := &tuningData{encoder: e}
+	held, err := o.divide(d, report)
+	if err != nil {
+		return nil, err
+	}
+
+	if o.seq == 0 {
+		longest := 0
+		for _, s := range report.Sequences {
+			longest = max(longest, len(s.IDs)-1)
+		}
+		o.seq = max(longest, min(256, f.Config.Seq))
+	}
+
+	return d, o.renderPrompts(d, held)
+}
+
+// report checks the data, and returns an error if there are problems.
+func (o *finetuneOptions) report(ctx context.Context, e *chatdata.Encoder) (*chatdata.Report, error) {
+	file, err := os.Open(o.data)
+	if err != nil {
+		return nil, fmt.Errorf("--data: %w", err)
+	}
+	defer file.Close()
+
+	report, err := e.Check(file, o.data, func(int) error { return ctx.Err() })
+	if err != nil {
+		return nil, fmt.Errorf("--data: %w", err)
+	}
+
+	if report.Examples[chatdata.Preference] > 0 {
+		return nil, fmt.Errorf("--data: %s has preference pairs, which this command does not learn from: give "+
+			"it the chosen answers as completions", o.data)
+	}
+
+	const listed = 10
+	if n := len(report.Problems); n > 0 {
+		var text strings.Builder
+		for _, p := range report.Problems[:min(n, listed)] {
+			fmt.Fprintf(&text, "\n  %v", p)
+		}
+		if n > listed {
+			fmt.Fprintf(&text, "\n  and %d more", n-listed)
+		}
+		return nil, fmt.Errorf("%s has %s, and nothing was trained:%s\n%q shows all of them", o.data,
+			plural(n, "problem"), &text, fmt.Sprintf("kasmina data check %s --model %s", o.data, o.model))
+	}
+
+	return report, nil
+}
+
+// divide holds out a share of the examples, chosen at random. It returns their lines.
+func (o *finetuneOptions) divide(d *tuningData, r *chatdata.Report) (held map[int]bool, err error) {
+	var lines []int
+	for _, s := range r.Sequences {
+		if len(lines) == 0 || lines[len(lines)-1] != s.Line {
+			lines = append(lines, s.Line)
+		}
+	}
+
+	n := int(math.Round(o.heldShare * float64(len(lines))))
+	if o.heldShare > 0 {
+		n = max(n, 1)
+	}
+	n = min(n, len(lines)-1) // something must be left to learn
+
+	held = map[int]bool{}
+	for _, i := range rand.New(rand.NewPCG(o.seed, 1)).Perm(len(lines))[:max(0, n)] {
+		held[lines[i]] = true
+	}
+
+	for _, s := range r.Sequences {
+		if held[s.Line] {
+			d.held = append(d.held, s)
+		} else {
+			d.learn = append(d.learn, s)
+		}
+	}
+
+	d.examples = len(lines)
+	return held, nil
+}
+
+// renderPrompts renders the prompts of samples: those of the options, or that of a held-out example.
+func (o *finetuneOptions) renderPrompts(d *tuningData, held map[int]bool) error {
+	for _, text := range o.prompts {
+		x := chatdata.Example{Format: chatdata.PromptCompletion, Prompt: chatdata.Content{Text: text}}
+		if d.encoder.Template != nil {
+			message, err := json.Marshal(map[string]string{"role": "user", "content": text})
+			if err != nil {
+				return err
+			}
+			x = chatdata.Example{Format: chatdata.Conversation, Completion: chatdata.Content{Messages: []chatdata.Message{
+				{Role: "user", Text: text, JSON: message}}}}
+		}
+		rendered, err := d.encoder.Prompt(x)
+		if err != nil {
+			return fmt.Errorf("--prompt: %w", err)
+		}
+		d.prompts = append(d.prompts, rendered)
+	}
+
+	if len(d.prompts) > 0 || len(held) == 0 {
+		return nil
+	}
+
+	file, err := os.Open(o.data)
+	if err != nil {
+		return fmt.Errorf("--data: %w", err)
+	}
+	defer file.Close()
+
+	for x, err := range chatdata.Read(file, o.data) {
+		if err != nil {
+			return fmt.Errorf("--data: %w", err)
+		}
+		if !held[x.Line] {
+			continue
+		}
+		if rendered, err := d.encoder.Prompt(x); err == nil && rendered != "" {
+			d.prompts = append(d.prompts, rendered)
+		}
+		break
+	}
+
+	return nil
+}
+
+// choose sets the options that follow from the data.
+func (o *finetuneOptions) choose(d *tuningData) {
+	if o.lr == 0 {
+		if o.lr = fullRate; o.adapts() {
+			o.lr *= 10
+		}
+	}
+
+	if o.train.Steps == 0 {
+		lengths := make([]int, len(d.learn))
+		for i, s := range d.learn {
+			lengths[i] = len(s.IDs) - 1
+		}
+		rows, perStep := len(chatdata.Pack(lengths, o.seq)), o.train.Batch*o.train.Accumulate
+		o.train.Steps = max(1, (o.epochs*rows+perStep-1)/perStep)
+	}
+}
+
+// dateNote is the name of the note in a checkpoint that has the date for chat templates.
+const dateNote = "date"
+
+// resultName is the file with the last line of output, in the folder run.
+const resultName = "result.json"
+
+// tuned is the last line of output.
+type tuned struct {
+	Steps         int      `json:"steps"`
+	TokensPerS    float64  `json:"tokens_per_s"`
+	TrainLoss     float64  `json:"train_loss"` // of the last step
+	ValLoss       *float64 `json:"val_loss"`   // null if nothing is held out
+	TrainedParams int      `json:"trained_params"`
+	PeakGiB       float64  `json:"peak_gib"`
+	Out           string   `json:"out"`
+}
+
+// tune trains from the given stage and saves the result.
+func (o *finetuneOptions) tune(c *cobra.Command, on machines, s stage, f *hf.Folder, d *tuningData) error {
+	lora, err := o.lora(f.Config)
+	if err != nil {
+		return err
+	}
+
+	config := f.Config
+	config.Seq, config.Documents, config.Adapter = o.seq, true, lora
+	if err := o.checkSaving(config, f); err != nil {
+		return err
+	}
+
+	loader, err := chatdata.NewLoader(d.learn, data.LoaderConfig{Batch: o.train.Batch, Seq: o.seq, Seed: o.seed})
+	if err != nil {
+		return fmt.Errorf("--data: %w", err)
+	}
+
+	m, err := load(c.Context(), f, c.ErrOrStderr(), hf.WithConfig(func(c *llm.Config) {
+		c.Seq, c.Documents = o.seq, true
+	}))
+	if err == nil && o.adapts() {
+		m, err = llm.Adapt(m, lora, o.seed)
+	}
+	if err != nil {
+		return err
+	}
+
+	t, err := o.newTrainer(m, loader, on)
+	if err != nil {
+		return err
+	}
+
+	if on.team.First() && !o.quiet {
+		o.print(c.ErrOrStderr(), t, loader, d)
+	}
+
+	result, err := o.makeSteps(c, t, on, s, loader, d)
+	if err = errors.Join(err, t.Close()); err != nil || !on.team.First() {
+		return err
+	}
+	defer on.team.Busy("writing the result")()
+
+	return o.publish(c, m, f, result)
+}
+
+// lora describes the adapters.
+func (o *finetuneOptions) lora(c llm.Config) (a llm.LoRA, err error) {
+	if !o.adapts() {
+		return a, nil
+	}
+
+	targets, err := c.MatchLayers(strings.Split(o.targets, ",")...)
+	if err != nil {
+		return a, fmt.Errorf("--targets: %w", err)
+	}
+
+	return llm.LoRA{Rank: o.rank, Alpha: o.alpha, Dropout: o.dropout, Targets: targets,
+		RankStabilized: o.method == methodRSLoRA, Magnitude: o.method == methodDoRA}, nil
+}
+
+// savesAdapter reports whether the result is adapters, and not a whole model.
+func (o *finetuneOptions) savesAdapter() bool { return o.adapts() && !o.merge }
+
+// checkSaving returns an error if the result could not be saved.
+func (o *finetuneOptions) checkSaving(c llm.Config, f *hf.Folder) (err error) {
+	if o.savesAdapter() {
+		err = hf.CheckSaveAdapter(c, o.base(), hf.Like(f))
+	} else {
+		err = hf.CheckSave(c.Plain(), hf.Like(f))
+	}
+	if err != nil {
+		return fmt.Errorf("the result could not be saved: %w", err)
+	}
+	return nil
+}
+
+// base returns the model's folder as adapters name it.
+func (o *finetuneOptions) base() string {
+	if path, err := filepath.Abs(o.model); err == nil {
+		return path
+	}
+	return o.model
+}
+
+// newTrainer returns the trainer of the run.
+func (o *finetuneOptions) newTrainer(m *llm.Model, l llm.Loader, on machines) (*llm.Trainer, error) {
+	optimizer, err := optim.NewAdamW(optim.WithLR(o.lr), optim.WithWeightDecay(0))
+	if err != nil {
+		return nil, fmt.Errorf("--lr: %w", err)
+	}
+
+	if o.method == methodLast {
+		if o.train.Tuned, err = m.Config.LastBlocks(o.blocks); err != nil {
+			return nil, fmt.Errorf("--blocks: %w", err)
+		}
+	}
+
+	warmup := o.warmupSteps()
+	rise, err := optim.Warmup(o.lr, warmup)
+	if err != nil {
+		return nil, err
+	}
+
+	total := o.train.Steps
+	o.train.Schedule = func(step int) float64 {
+		if step < warmup {
+			return rise(step)
+		}
+		return o.lr * max(0, float64(total-step)/float64(total-warmup))
+	}
+
+	o.train.Clip = 1
+	o.train.Notes = map[string]string{dateNote: o.now.Format(time.DateOnly)}
+	o.train.Engine = o.engine.engine(on)
+	return llm.NewTrainer(m, l, optimizer, o.train)
+}
+
+// warmupSteps returns the number of steps in which the learning rate rises.
+func (o *finetuneOptions) warmupSteps() int {
+	return min(o.train.Steps-1, int(math.Round(warmupShare*float64(o.train.Steps))))
+}
+
+// print prints the data and all settings.
+func (o *finetuneOptions) print(w io.Writer, t *llm.Trainer, l *chatdata.Loader, d *tuningData) {
+	tokens, learned := 0, 0
+	for _, s := range d.learn {
+		tokens, learned = tokens+len(s.IDs), learned+s.Learned()
+	}
+
+	fmt.Fprintf(w, "data      %s, %s held out; %d of %d tokens are learned, in %s of %d\n",
+		plural(d.examples, "example"), plural(countLines(d.held), "example"), learned, tokens,
+		plural(l.Rows(), "sequence"), o.seq)
+
+	what := "all weights"
+	switch {
+	case o.adapts():
+		what = fmt.Sprintf("%s of rank %d, alpha %v and dropout %v on %s", o.method, o.rank, o.alpha, o.dropout,
+			plural(len(t.Model.Config.Adapter.Targets), "linear layer"))
+	case o.method == methodLast:
+		what = fmt.Sprintf("the last %s and the norm after them", plural(o.blocks, "block"))
+	}
+	fmt.Fprintf(w, "tuning    %s: %d of %d parameters\n", what, t.Last().Params, t.Last().AllParams)
+	fmt.Fprintf(w, "settings  adamw without weight decay, learning rate %.3g (%s of warmup, then linear to 0), "+
+		"gradients clipped to a norm of %v, %s of %s, seed %d\n", o.lr, plural(o.warmupSteps(), "step"), o.train.Clip,
+		plural(o.train.Steps, "step"), plural(o.train.Batch*o.train.Accumulate, "sequence"), o.seed)
+}
+
+// countLines returns the number of examples of sequences.
+func countLines(all []chatdata.Sequence) int {
+	lines := map[int]bool{}
+	for _, s := range all {
+		lines[s.Line] = true
+	}
+	return len(lines)
+}
+
+// makeSteps makes the steps that are left.
+func (o *finetuneOptions) makeSteps(c *cobra.Command, t *llm.Trainer, on machines, s stage, l *chatdata.Loader,
+	d *tuningData) (result tuned, err error) {
+	if s == saved {
+		if err := o.resumeFrom(c, t, o.in(checkpointName)); err != nil {
+			return result, err
+		}
+	}
+
+	if err := on.atFirst(func() error {
+		run, err := o.dir().readManifest()
+		if err != nil {
+			return err
+		}
+		return o.dir().writeManifest(run.next(optionsOf(c)))
+	}); err != nil {
+		return result, err
+	}
+
+	if on.team.First() {
+		stop, err := o.watchTuning(c, t, on, d)
+		if err != nil {
+			return result, err
+		}
+		defer stop()
+	}
+
+	t.On(func(e llm.Event) error {
+		failpoint.Reach("event", e.Kind.String())
+		return nil
+	}, llm.Checkpoint(t, o.in(checkpointName), o.saveEvery, llm.OptimizerApart()))
+
+	began := time.Now()
+	err = t.Run(c.Context())
+	if errors.Is(err, context.Canceled) || errors.Is(err, llm.ErrStopped) {
+		return result, fmt.Errorf("stopped after step %d: %w; give the same command again to continue", t.Step(), err)
+	}
+
+	last := t.Last()
+	result = tuned{Steps: last.Step, TrainLoss: last.Loss, TrainedParams: last.Params, PeakGiB: o.peak(on), Out: o.out}
+	if seconds := time.Since(began).Seconds(); seconds > 0 {
+		// Rows of padding do not count.
+		result.TokensPerS = float64(last.RunTokens) * fullness(l, d.learn) / seconds
+	}
+	if v := last.ValLoss; !math.IsNaN(v) {
+		result.ValLoss = &v
+	}
+
+	return result, err
+}
+
+// fullness returns the share of the rows that sequences take up.
+func fullness(l *chatdata.Loader, all []chatdata.Sequence) float64 {
+	tokens := 0
+	for _, s := range all {
+		tokens += len(s.IDs) - 1
+	}
+	return float64(tokens) / float64(l.Rows()*l.Config().Seq)
+}
+
+// watchTuning adds the callbacks that show progress, write the log, evaluate and draw samples.
+func (o *finetuneOptions) watchTuning(c *cobra.Command, t *llm.Trainer, on machines,
+	d *tuningData) (stop func() error, err error) {
+	shown := c.ErrOrStderr()
+	if o.quiet {
+		shown = io.Discard
+	}
+
+	stop = func() error { return nil }
+	if o.board != "" {
+		if stop, err = o.serve(c.ErrOrStderr(), t); err != nil {
+			return nil, err
+		}
+	}
+
+	t.On(runlog.Progress(shown), runlog.JSON(o.in(logName), runlog.On(on.facts())))
+	if len(d.held) > 0 {
+		e, err := d.encoder.Evaluation(d.held, o.train.Batch, o.seq)
+		if err != nil {
+			return nil, errors.Join(err, stop())
+		}
+		t.On(llm.Evaluate(t, e, o.evalEvery))
+	}
+
+	const length = 64
+	if tok, ok := d.encoder.Tokenizer.(vocabulary); ok && !o.quiet {
+		for _, prompt := range d.prompts {
+			t.On(llm.SampleText(t, answers{tok, d.encoder.End}, prompt, length, sampler.Config{}, "", o.evalEvery))
+		}
+	}
+
+	t.On(llm.Ceilings(t))
+	return stop, nil
+}
+
+// answers is a vocabulary whose texts end at the first end-of-text token.
+type answers struct {
+	vocabulary
+	end []int
+}
+
+// Decode returns the text of the tokens before the first end-of-text token.
+func (a answers) Decode(ids []int) ([]byte, error) {
+	if i := slices.IndexFunc(ids, func(id int) bool { return slices.Contains(a.end, id) }); i >= 0 {
+		ids = ids[:i]
+	}
+	return a.vocabulary.Decode(ids)
+}
+
+// publish saves the result and moves it to its place.
+func (o *finetuneOptions) publish(c *cobra.Command, m *llm.Model, f *hf.Folder, result tuned) error {
+	d := o.dir()
+	line, err := json.Marshal(result)
+	if err == nil {
+		err = atomicfile.Write(d.in(resultName), func(f *os.File) error {
+			_, err := f.Write(append(line, '\n'))
+			return err
+		})
+	}
+	if err != nil {
+		return err
+	}
+
+	at, erase := bar(c.ErrOrStderr(), "writing", true)
+	defer erase()
+	if o.savesAdapter() {
+		err = hf.SaveAdapter(c.Context(), d.in(stagingName), o.base(), m, hf.Like(f))
+	} else {
+		err = savePretrained(c.Context(), d.in(stagingName), m, hf.Like(f), hf.WithSaveProgress(at),
+			hf.WithShardSize(modelShard))
+	}
+	if err != nil {
+		return err
+	}
+
+	run, err := d.readManifest()
+	if err != nil {
+		return err
+	}
+	if err := d.publish(run.next(optionsOf(c))); err != nil {
+		return err
+	}
+
+	erase()
+	if !o.quiet {
+		o.tell(c.ErrOrStderr())
+	}
+
+	return nil
+}
+
+// tell prints the saved files and commands to try next.
+func (o *finetuneOptions) tell(w io.Writer) {
+	if o.savesAdapter() {
+		fmt.Fprintf(w, "saved     the adapters in %s, their checkpoint and the log in %s\n", o.dir().out, o.in(""))
+		fmt.Fprintf(w, "next      kasmina convert -m %s -o NEW   # merges them into the model\n", quoted(o.dir().out))
+		return
+	}
+	fmt.Fprintf(w, "saved     the model in %s, its checkpoint and the log in %s\n", o.dir().out, o.in(""))
+	fmt.Fprintf(w, "next      kasmina chat -m %s\n", quoted(o.dir().out))
+}
+
+// peak returns the most memory in GiB that the run has taken: of the GPU, or else of the process.
+func (o *finetuneOptions) peak(on machines) float64 {
+	bytes := peakMemory()
+	if on.device != nil {
+		if free, total, err := on.device.Memory(); err == nil {
+			bytes = total - free
+		}
+	}
+	return math.Round(float64(bytes)/(1<<30)*1000) / 1000
+}

@@ -1,0 +1,224 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/failpoint"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/hf"
+)
+
+// writeTuning writes a file of prompts with completions, and returns its path.
+func writeTuning(t testing.TB, examples int) string {
+	t.Helper()
+	var text strings.Builder
+	for i := range examples {
+		fmt.Fprintf(&text, `{"prompt": "Permission %d is ", "completion": "%s"}`+"\n", i%7,
+			[]string{"granted", "hereby given", "without charge"}[i%3])
+	}
+	path := filepath.Join(t.TempDir(), "tune.jsonl")
+	require.NoError(t, os.WriteFile(path, []byte(text.String()), 0o666))
+	return path
+}
+
+// finetuneArgs returns a command line that tunes the tiny model.
+func finetuneArgs(data, out string, more ...string) []string {
+	return append([]string{"finetune", "-m", tiny, "-d", data, "-o", out, "--device", "cpu", "-n", "12", "--lr",
+		"0.01", "--eval-every", "6", "--save-every", "5"}, more...)
+}
+
+// lastLine parses the JSON object at the end of the output.
+func lastLine(t *testing.T, out string) (result tuned) {
+	t.Helper()
+	lines := strings.Split(strings.TrimSpace(out), "\n")
+	require.NoError(t, json.Unmarshal([]byte(lines[len(lines)-1]), &result), out)
+	return result
+}
+
+// TestFinetune checks that every method learns, and that the result is what PEFT or transformers load.
+func TestFinetune(t *testing.T) {
+	data := writeTuning(t, 40)
+	for name, c := range map[string]struct {
+		more  []string
+		loads string // adapter or model
+	}{
+		"lora":              {nil, "adapter"},
+		"rslora, two":       {[]string{"--method", "rslora", "--targets", "q_proj,layers.1.*.up_proj", "--rank", "4"}, "adapter"},
+		"dora with dropout": {[]string{"--method", "dora", "--dropout", "0.1", "--alpha", "16"}, "adapter"},
+		"lora, merged":      {[]string{"--merge"}, "model"},
+		"full":              {[]string{"--method", "full", "--recompute"}, "model"},
+		"last":              {[]string{"--method", "last", "--blocks", "1"}, "model"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := filepath.Join(t.TempDir(), "out")
+			out, err := kasmina(t, finetuneArgs(data, dir, c.more...)...)
+			require.NoError(t, err)
+			result := lastLine(t, out)
+			require.Equal(t, 12, result.Steps)
+			require.Equal(t, dir, result.Out)
+			require.Less(t, result.TrainLoss, 2.0)
+			require.Less(t, *result.ValLoss, 2.0)
+			require.Positive(t, result.TokensPerS)
+			require.Positive(t, result.PeakGiB)
+			require.Positive(t, result.TrainedParams)
+
+			f, err := hf.Open(tiny)
+			require.NoError(t, err)
+			defer f.Close()
+			require.FileExists(t, filepath.Join(dir, "tokenizer.json"))
+			require.FileExists(t, filepath.Join(dir, "chat_template.jinja"))
+			if c.loads == "model" {
+				require.NoFileExists(t, filepath.Join(dir, "adapter_config.json"))
+				_, err = hf.Load(t.Context(), dir)
+				require.NoError(t, err)
+				return
+			}
+
+			require.NoFileExists(t, filepath.Join(dir, configName))
+			base, err := f.Load(t.Context())
+			require.NoError(t, err)
+			m, err := hf.LoadAdapter(t.Context(), dir, base, f)
+			require.NoError(t, err)
+			trained := 0
+			for _, p := range m.Params {
+				if llm.IsAdapterParam(p.Name) {
+					trained += p.Value.Shape().TotalSize()
+				}
+			}
+			require.Equal(t, trained, result.TrainedParams)
+
+			// The same command again has nothing to do and says the same.
+			again, err := kasmina(t, finetuneArgs(data, dir, c.more...)...)
+			require.NoError(t, err)
+			require.Equal(t, out, again)
+
+			// Merged, the adapters are in the model.
+			merged := filepath.Join(t.TempDir(), "merged")
+			_, err = kasmina(t, "convert", "-m", dir, "-o", merged, "--precision", "f32")
+			require.NoError(t, err)
+			whole, err := hf.Load(t.Context(), merged)
+			require.NoError(t, err)
+			plain, err := hf.Plain(m)
+			require.NoError(t, err)
+			for i, p := range plain.Params {
+				require.Equal(t, p.Value.Data(), whole.Params[i].Value.Data(), p.Name)
+			}
+			_, err = kasmina(t, "generate", "-m", dir, "-p", "a")
+			require.ErrorContains(t, err, "merge them into their model with kasmina convert")
+		})
+	}
+}
+
+// TestFinetuneResumes checks that a run that is continued ends with the bytes of one that was not
+// interrupted.
+func TestFinetuneResumes(t *testing.T) {
+	data := writeTuning(t, 40)
+	more := []string{"--method", "dora", "--dropout", "0.1"}
+	whole := filepath.Join(t.TempDir(), "out")
+	out, err := kasmina(t, finetuneArgs(data, whole, more...)...)
+	require.NoError(t, err)
+
+	stopped := filepath.Join(t.TempDir(), "out")
+	args := finetuneArgs(data, stopped, more...)
+	ctx, stop := context.WithCancel(t.Context())
+	steps := 0
+	failpoint.Set(func(point, path string) {
+		if point == "event" && path == llm.StepEnd.String() {
+			if steps++; steps == 7 {
+				stop()
+			}
+		}
+	})
+	err = run(ctx, args, &bytes.Buffer{}, &bytes.Buffer{})
+	failpoint.Set(nil)
+	require.ErrorContains(t, err, "stopped after step 7")
+
+	resumed, err := kasmina(t, args...)
+	require.NoError(t, err)
+	a, b := lastLine(t, out), lastLine(t, resumed)
+	require.Equal(t, a.TrainLoss, b.TrainLoss)
+	require.Equal(t, a.ValLoss, b.ValLoss)
+	for _, name := range []string{"adapter_model.safetensors", "adapter_config.json"} {
+		want, err := os.ReadFile(filepath.Join(whole, name))
+		require.NoError(t, err)
+		have, err := os.ReadFile(filepath.Join(stopped, name))
+		require.NoError(t, err)
+		require.Equal(t, want, have, name)
+	}
+}
+
+// TestFinetuneRanks checks that two processes have the bytes of one.
+func TestFinetuneRanks(t *testing.T) {
+	data := writeTuning(t, 40)
+	dir := t.TempDir()
+	alone, together := filepath.Join(dir, "alone"), filepath.Join(dir, "together")
+	more := []string{"--dropout", "0.1", "--batch", "1", "--accumulate", "4"}
+	one, err := kasmina(t, finetuneArgs(data, alone, more...)...)
+	require.NoError(t, err)
+	two, err := program(t, nil, finetuneArgs(data, together, append(more, "--gpus", "2")...)...).Output()
+	require.NoError(t, err)
+
+	a, b := lastLine(t, one), lastLine(t, string(two))
+	require.Equal(t, a.TrainLoss, b.TrainLoss)
+	require.Equal(t, a.ValLoss, b.ValLoss)
+	for _, name := range []string{"adapter_model.safetensors", "adapter_config.json"} {
+		want, err := os.ReadFile(filepath.Join(alone, name))
+		require.NoError(t, err)
+		have, err := os.ReadFile(filepath.Join(together, name))
+		require.NoError(t, err)
+		require.Equal(t, want, have, name)
+	}
+}
+
+// TestFinetuneRefuses checks that data and options that cannot be used stop the command before it trains.
+func TestFinetuneRefuses(t *testing.T) {
+	good := writeTuning(t, 10)
+	file := func(lines ...string) string {
+		path := filepath.Join(t.TempDir(), "bad.jsonl")
+		require.NoError(t, os.WriteFile(path, []byte(strings.Join(lines, "\n")), 0o666))
+		return path
+	}
+
+	bad := file(`{"prompt": "a", "completion": "b"}`, `{"prompt": "a"}`, `{"text": `)
+	for want, args := range map[string][]string{
+		bad + ":2: the prompt has no answer":  finetuneArgs(bad, "OUT"),
+		bad + ":3: the line is not valid":     finetuneArgs(bad, "OUT"),
+		"2 problems, and nothing was trained": finetuneArgs(bad, "OUT"),
+		"has preference pairs":                finetuneArgs(file(`{"prompt": "a", "chosen": "b", "rejected": "c"}`), "OUT"),
+		"no such file":                        finetuneArgs(filepath.Join(t.TempDir(), "none"), "OUT"),
+		"an answer would be cut off":          finetuneArgs(file(`{"text": "`+strings.Repeat("a b ", 400)+`"}`), "OUT"),
+		"--method is \"other\"":               finetuneArgs(good, "OUT", "--method", "other"),
+		"needs the number of --blocks":        finetuneArgs(good, "OUT", "--method", "last"),
+		"--blocks: llm: the last 3 blocks of a model that has 2": finetuneArgs(good, "OUT", "--method", "last",
+			"--blocks", "3"),
+		"no linear layer of the model matches \"c_attn\"": finetuneArgs(good, "OUT", "--targets", "c_attn"),
+	} {
+		out := filepath.Join(t.TempDir(), "out")
+		args = slices.Clone(args)
+		args[slices.Index(args, "OUT")] = out
+		_, err := kasmina(t, args...)
+		require.ErrorContains(t, err, want)
+		require.NoDirExists(t, out)
+	}
+}
+
+// TestFinetunePrints checks that the command prints its defaults.
+func TestFinetunePrints(t *testing.T) {
+	told := stderrOf(t, "finetune", "-m", tiny, "-d", writeTuning(t, 40), "-o", filepath.Join(t.TempDir(), "out"),
+		"--device", "cpu", "--epochs", "1", "--prompt", "Permission 3 is ")
+	for _, want := range []string{"40 examples, 2 examples held out", "lora of rank 16, alpha 32 and dropout 0 on 14 linear layers",
+		"learning rate 0.0002", "then linear to 0", "without weight decay", "of 8 sequences, seed 1", "assistant: ",
+		"saved     the adapters in"} {
+		require.Contains(t, told, want)
+	}
+}

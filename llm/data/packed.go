@@ -1,0 +1,79 @@
+package data
+
+import (
+	"fmt"
+	"iter"
+	"slices"
+)
+
+// NewPackedEvaluation returns an evaluation of sequences of seq tokens that hold several documents each,
+// or context that is not to be predicted, as those of package chatdata do. rows has a whole number of
+// sequences. bytes is the number of text bytes that the targets stand for.
+func NewPackedEvaluation(rows Batch, bytes, batch, seq int) (*Evaluation, error) {
+	if err := checkBatches(batch, seq); err != nil {
+		return nil, fmt.Errorf("data: NewPackedEvaluation: %w", err)
+	}
+
+	n := len(rows.Inputs)
+	if n == 0 || n%seq != 0 || len(rows.Targets) != n || len(rows.Starts) != n || len(rows.Positions) != n {
+		return nil, fmt.Errorf("data: NewPackedEvaluation: %d inputs, %d targets, %d starts and %d positions, "+
+			"want a whole number of sequences of %d of each", n, len(rows.Targets), len(rows.Starts),
+			len(rows.Positions), seq)
+	}
+
+	for at := 0; at < n; at += seq {
+		if countTargets(rows.Targets[at:at+seq]) == 0 {
+			return nil, fmt.Errorf("data: NewPackedEvaluation: sequence %d has no targets", at/seq)
+		}
+	}
+
+	if bytes < 1 {
+		return nil, fmt.Errorf("data: NewPackedEvaluation: the targets stand for %d bytes of text, want at "+
+			"least 1", bytes)
+	}
+
+	rows.Count = countTargets(rows.Targets)
+	return &Evaluation{packed: &rows, bytes: bytes, batch: batch, seq: seq}, nil
+}
+
+func countTargets(targets []int) (n int) {
+	for _, t := range targets {
+		if t >= 0 {
+			n++
+		}
+	}
+	return n
+}
+
+// packedIDs yields the tokens of packed sequences.
+func (e *Evaluation) packedIDs() iter.Seq[int] {
+	return func(yield func(int) bool) {
+		for i, id := range e.packed.Inputs {
+			if !yield(id) || e.packed.Targets[i] >= 0 && !yield(e.packed.Targets[i]) {
+				return
+			}
+		}
+	}
+}
+
+// packedBatches yields the batches of packed sequences. A last batch that is not full has sequences
+// without targets.
+func (e *Evaluation) packedBatches(yield func(Batch) bool) {
+	n := e.batch * e.seq
+	for at := 0; at < len(e.packed.Inputs); at += n {
+		b := Batch{Inputs: make([]int, n), Targets: slices.Repeat([]int{-1}, n), Starts: make([]int, n),
+			Positions: make([]int, n)}
+		for i := range b.Positions {
+			b.Positions[i] = i % e.seq
+		}
+
+		copy(b.Inputs, e.packed.Inputs[at:])
+		copy(b.Targets, e.packed.Targets[at:])
+		copy(b.Starts, e.packed.Starts[at:])
+		copy(b.Positions, e.packed.Positions[at:])
+		b.Count = countTargets(b.Targets)
+		if !yield(b) {
+			return
+		}
+	}
+}
