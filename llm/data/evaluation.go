@@ -15,7 +15,7 @@ import (
 // concurrently.
 type Evaluation struct {
 	ids       []int
-	docStarts []int // for each token, the token that starts its document; nil if documents are unknown
+	docStarts []int  // for each token, the token that starts its document; nil if documents are unknown
 	packed    *Batch // packed sequences instead of ids and docStarts; may be nil
 	bytes     int
 	batch     int
