@@ -316,7 +316,7 @@ func (b *BPE) writeLines(w io.Writer) {
 // maxBPEFile is the size of the largest valid file: the most merges, each as long as "1048575 1048575\n".
 const maxBPEFile = 16*maxVocab + 256
 
-// LoadBPE reads a file written by Save. If the file is damaged or has a different format, the error
+// LoadBPE reads a file written by Save. If the file is corrupted or has a different format, the error
 // describes the problem.
 func LoadBPE(path string) (*BPE, error) {
 	text, err := regular.Read(path, maxBPEFile, "a byte-pair encoding has")
@@ -332,13 +332,13 @@ func LoadBPE(path string) (*BPE, error) {
 
 func parseBPE(text []byte) (*BPE, error) {
 	if !bytes.HasPrefix(text, []byte(bpeHeader)) {
-		return nil, fmt.Errorf("it starts with %q, want %q: it is not a byte-pair encoding, or one "+
-			"of another version", text[:min(len(text), len(bpeHeader))], bpeHeader)
+		return nil, fmt.Errorf("header is %q, want %q: not a byte-pair encoding file, or one of an "+
+			"unsupported version", text[:min(len(text), len(bpeHeader))], bpeHeader)
 	}
 
 	end := bytes.LastIndexByte(text[:len(text)-1], '\n') + 1
 	if sum := fmt.Sprintf("sha256 %x\n", sha256.Sum256(text[:end])); string(text[end:]) != sum {
-		return nil, fmt.Errorf("it is damaged: the last line is %.80q, want %q", text[end:], sum)
+		return nil, fmt.Errorf("file is corrupted: last line is %.80q, want %q", text[end:], sum)
 	}
 
 	// The checksum is correct, so any problem from here on was already there when the file was written.

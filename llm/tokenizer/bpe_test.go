@@ -388,11 +388,11 @@ func TestLoadBPEErrors(t *testing.T) {
 		file []byte
 		want string
 	}{
-		{"empty", nil, "it starts with \"\""},
+		{"empty", nil, "header is \"\""},
 		{"something else", []byte("package main\n\nfunc main() {}\n"),
-			"it starts with \"package main\\n"},
-		{"another version", signed("kasmina bpe 2\nmerges 0\n"), "or one of another version"},
-		{"header alone", []byte(bpeHeader), "it is damaged: the last line is"},
+			"header is \"package main\\n"},
+		{"another version", signed("kasmina bpe 2\nmerges 0\n"), "or one of an unsupported version"},
+		{"header alone", []byte(bpeHeader), "file is corrupted: last line is"},
 		{"nothing but the header", signed(bpeHeader), "its second line is \"\""},
 		{"no number", signed(bpeHeader + "merges many\n"), "its second line is \"merges many\""},
 		{"fewer lines", signed(bpeHeader + "merges 2\n1 2\n"), "want \"merges 1\""},
@@ -446,8 +446,8 @@ func TestHugeBPE(t *testing.T) {
 	})
 }
 
-// FuzzLoadBPE varies the contents between the header and the checksum. A file is either refused, or it is
-// a working encoding that keeps its name when it is saved again.
+// FuzzLoadBPE varies the contents between the header and the checksum. A file is either rejected, or
+// it is a working encoding that keeps its name when it is saved again.
 func FuzzLoadBPE(f *testing.F) {
 	f.Add("merges 0\n", []byte("a"))
 	f.Add("merges 2\n97 98\n256 99\n", []byte("abc abc"))
