@@ -26,9 +26,6 @@ func (t *Trainer) config() Config {
 
 // canScore returns an error unless the model can score a text.
 func (t *Trainer) canScore(text *data.Evaluation) error {
-	if err := t.made(); err != nil {
-		return err
-	}
 	defer take(t.Model)()
 	return t.canEvaluate(text)
 }

@@ -42,10 +42,6 @@ func OptimizerApart() CheckpointOption {
 // another program has claimed. Checkpoint claims the directory for the duration of the run, like
 // [ClaimFolder].
 func Checkpoint(t *Trainer, path string, every int, opts ...CheckpointOption) Callback {
-	if t.made() != nil {
-		return refusing("Checkpoint: %w", t.made())
-	}
-
 	c := &checkpointer{t: t, path: path, every: every, write: saveWhole}
 	t.addSaver()
 	t.team.addMeeting(func(e Event) bool {

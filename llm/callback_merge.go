@@ -13,9 +13,6 @@ func MergeAtEnd(t *Trainer) Callback {
 		if e.Kind != StepEnd || !e.Last {
 			return nil
 		}
-		if err := t.made(); err != nil {
-			return err
-		}
 		seeds := t.Model.Kasmina
 		var commands []state.Command
 		for layer, r := range seeds.Report() {

@@ -18,8 +18,8 @@ import (
 // anything. The CPU and GPU engines require the WithMonitor option of cpuops and cudaops,
 // respectively.
 func Monitor(t *Trainer, w io.Writer, every int) Callback {
-	if t.made() != nil || w == nil {
-		return refusing("Monitor: the trainer or the writer is nil")
+	if w == nil {
+		return refusing("Monitor: the writer is nil")
 	}
 
 	return func(e Event) error {
@@ -43,10 +43,6 @@ func Monitor(t *Trainer, w io.Writer, every int) Callback {
 // [Measured]. With several ranks, all devices are assumed to be alike. Ceilings does nothing if the
 // engine is not a [Measurer].
 func Ceilings(t *Trainer) Callback {
-	if t.made() != nil {
-		return refusing("Ceilings: %w", t.made())
-	}
-
 	return func(e Event) error {
 		m, ok := t.currentEngine().(Measurer)
 		if !ok || e.Kind != StepEnd || e.RunTokens != int64(e.StepTokens) {
@@ -72,8 +68,8 @@ func Ceilings(t *Trainer) Callback {
 // If the run ends too early, ProfileStep writes no trace and reports this on w.
 func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 	switch {
-	case t.made() != nil || w == nil:
-		return refusing("ProfileStep: the trainer or the writer is nil")
+	case w == nil:
+		return refusing("ProfileStep: the writer is nil")
 	case after < 1:
 		return refusing("ProfileStep: after %d steps, want at least 1", after)
 	}
@@ -139,8 +135,6 @@ func writeProfile(p *Profile, w io.Writer, path string) error {
 // unless the lattices were created with [state.WithQuarantine].
 func Scrub(t *Trainer, w io.Writer, period time.Duration) Callback {
 	switch {
-	case t.made() != nil:
-		return refusing("Scrub: %w", t.made())
 	case w == nil:
 		return refusing("Scrub: the writer is nil, want one such as os.Stderr")
 	case period <= 0:

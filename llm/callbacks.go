@@ -63,10 +63,6 @@ func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOpti
 		opt(&c)
 	}
 
-	if t.made() != nil {
-		return refusing("Evaluate: %w", t.made())
-	}
-
 	for _, text := range []*data.Evaluation{text, c.quick} {
 		if err := t.canScore(text); err != nil {
 			return refusing("Evaluate: %w", err)
@@ -106,8 +102,8 @@ func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sam
 	switch _, err := sampler.New(c); {
 	case err != nil:
 		return refusing("SampleText: %w", err)
-	case t.made() != nil || tok == nil:
-		return refusing("SampleText: trainer and tokenizer must not be nil")
+	case tok == nil:
+		return refusing("SampleText: the tokenizer is nil")
 	case len(promptTokens(tok, prompt)) == 0:
 		return refusing("SampleText: the prompt %q makes no token, want at least one", prompt)
 	case n < 0:

@@ -109,7 +109,6 @@ func TestCeilings(t *testing.T) {
 	require.NoError(t, tr.Run(t.Context()))
 	require.Equal(t, []EventKind{RunStart, Measured, StepEnd, StepEnd, RunEnd},
 		slices.DeleteFunc(kinds, func(k EventKind) bool { return k == Chosen }))
-	require.ErrorContains(t, Ceilings(nil)(Event{Kind: RunStart}), "Ceilings")
 }
 
 // TestMonitorOnCPU checks that the table and the events of a run on the CPU contain its ops and the
@@ -288,7 +287,6 @@ func TestScrubOfAFailedRun(t *testing.T) {
 func TestScrubRefuses(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
 	for want, c := range map[string]Callback{
-		"the trainer is nil":       Scrub(nil, io.Discard, time.Second),
 		"the writer is nil":        Scrub(tr, nil, time.Second),
 		"the period is 0s, want":   Scrub(tr, io.Discard, 0),
 		"the period is -1ns, want": Scrub(tr, io.Discard, -1),

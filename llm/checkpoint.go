@@ -43,9 +43,6 @@ func (t *Trainer) Save(path string) error { return t.saveBy(path, saveWhole) }
 // saveBy writes a checkpoint with the given function. If several ranks train, rank 0 writes it.
 func (t *Trainer) saveBy(path string,
 	write func(string, []safetensors.Tensor, map[string]string) error) error {
-	if err := t.made(); err != nil {
-		return fmt.Errorf("llm: saving the run: %w", err)
-	}
 	defer take(t.Model)()
 	defer t.team.busy("writing a checkpoint")()
 	if err := t.team.agree(nil); err != nil { // before anything else that requires all ranks
@@ -72,9 +69,6 @@ func (t *Trainer) SaveApart(path string) error { return t.saveBy(path, saveApart
 // path. All ranks must share the same directory. For a single process, SaveParts is equivalent to
 // Save.
 func (t *Trainer) SaveParts(path string) error {
-	if err := t.made(); err != nil {
-		return fmt.Errorf("llm: saving the run: %w", err)
-	}
 	if !t.parallel() {
 		return t.Save(path)
 	}

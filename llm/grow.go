@@ -66,9 +66,6 @@ type Growth struct {
 // The controller is called within a step. It may read reports, but it must not call methods of the
 // trainer or the model, which would wait for the end of the step. The same applies to Refused.
 func (t *Trainer) Grow(g Growth) error {
-	if err := t.made(); err != nil {
-		return fmt.Errorf("llm: Grow: %w", err)
-	}
 	defer take(t.Model)()
 
 	if g.Every == 0 {

@@ -159,9 +159,6 @@ func buildModel(l layout, dt tensor.Dtype, start func(i int, p ParamSpec) func()
 
 // Param returns the parameter with the given name, or nil.
 func (m *Model) Param(name string) *tensor.Dense {
-	if checkMade(m) != nil {
-		return nil
-	}
 	i, ok := m.byName[name]
 	if !ok {
 		return nil
@@ -171,17 +168,11 @@ func (m *Model) Param(name string) *tensor.Dense {
 
 // Dtype returns the type of the parameters.
 func (m *Model) Dtype() tensor.Dtype {
-	if checkMade(m) != nil {
-		return tensor.Dtype{}
-	}
 	return m.Params[0].Value.Dtype()
 }
 
 // NumParams returns the number of trainable values.
 func (m *Model) NumParams() int {
-	if checkMade(m) != nil {
-		return 0
-	}
 	n := 0
 	for _, p := range m.Params {
 		n += p.Value.Size()
@@ -191,9 +182,6 @@ func (m *Model) NumParams() int {
 
 // NumSeeds returns the number of seeds in all Kasmina layers.
 func (m *Model) NumSeeds() int {
-	if checkMade(m) != nil {
-		return 0
-	}
 	return m.Kasmina.Seeds()
 }
 
@@ -204,9 +192,6 @@ var errZeroModel = errors.New("the model is nil or its zero value: NewModel and 
 // includes the gradients of the parameters that learn; run it on a machine created with
 // gorgonia.BindDualValues(g.Learning...).
 func (m *Model) Graph(kind GraphKind, batch int, opts ...GraphOption) (*Graph, error) {
-	if err := checkMade(m); err != nil {
-		return nil, fmt.Errorf("llm: Graph: %w", err)
-	}
 	return BuildGraph(m.Parts(), kind, batch, opts...)
 }
 

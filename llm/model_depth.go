@@ -1,10 +1,7 @@
 package llm
 
-// become gives a model a new layout and the parameters that belong to it. A nil model is ignored.
+// become gives a model a new layout and the parameters that belong to it.
 func become(m *Model, l layout, params []Param) {
-	if m == nil {
-		return
-	}
 	m.Config, m.Planted = l.Config, l.Planted
 	m.Params, m.byName = params, make(map[string]int, len(params))
 	for i, p := range params {

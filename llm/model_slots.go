@@ -374,7 +374,7 @@ func (m *Model) ReadBlueprint(path string, layer, seed int) (c state.Command, er
 }
 
 // Lock and Unlock implement the locking of state.Network.Do.
-func (s slotStore) Lock() { orZero(s.Model).turn.Lock() }
+func (s slotStore) Lock() { s.Model.turn.Lock() }
 func (s slotStore) Unlock() {
 	if s.Model != nil {
 		s.Model.turn.Unlock()

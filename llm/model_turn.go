@@ -42,17 +42,8 @@ func checkMade(m *Model) error {
 //
 // The lock is acquired before the locks of the lattices and before a trainer's own.
 
-// orZero returns m, or an uninitialized model if m is nil.
-func orZero(m *Model) *Model {
-	if m == nil {
-		return new(Model)
-	}
-	return m
-}
-
 // take locks the model for an operation that changes no seeds.
 func take(m *Model) (done func()) {
-	m = orZero(m)
 	m.turn.Lock()
 	return m.turn.Unlock
 }
@@ -90,7 +81,6 @@ func settleParams(m *Model) error {
 // takeToChange locks the model for an operation that changes seeds. Listeners receive the events once
 // done is called.
 func takeToChange(m *Model) (done func()) {
-	m = orZero(m)
 	tell := m.Kasmina.HoldEvents()
 	m.turn.Lock()
 	return sync.OnceFunc(func() {
@@ -102,46 +92,44 @@ func takeToChange(m *Model) (done func()) {
 // The functions below must be called with the model locked.
 
 // hold makes h the holder of the parameters; nil means that they are only on the host.
-func hold(m *Model, h paramHolder) { orZero(m).holder = h }
+func hold(m *Model, h paramHolder) { m.holder = h }
 
 // holderOf returns the holder of the parameters.
-func holderOf(m *Model) paramHolder { return orZero(m).holder }
+func holderOf(m *Model) paramHolder { return m.holder }
 
 // join registers a trainer of the model and opens the lattices for commands.
 func join(m *Model) {
-	m = orZero(m)
 	m.trainers++
 	m.Kasmina.Open()
 }
 
 // leave undoes join. When the last trainer is gone, waiting commands are rejected.
 func leave(m *Model) {
-	m = orZero(m)
 	if m.trainers--; m.trainers == 0 {
 		m.Kasmina.Close()
 	}
 }
 
 // trainersOf returns the number of open trainers of the model.
-func trainersOf(m *Model) int { return orZero(m).trainers }
+func trainersOf(m *Model) int { return m.trainers }
 
 // startRun counts a run of one of the model's trainers.
-func startRun(m *Model) { orZero(m).runs++ }
+func startRun(m *Model) { m.runs++ }
 
 // endRun undoes startRun.
-func endRun(m *Model) { orZero(m).runs-- }
+func endRun(m *Model) { m.runs-- }
 
 // runsOf returns the number of runs in progress.
-func runsOf(m *Model) int { return orZero(m).runs }
+func runsOf(m *Model) int { return m.runs }
 
 // changed records that parameters have changed.
-func changed(m *Model) { orZero(m).changes.Add(1) }
+func changed(m *Model) { m.changes.Add(1) }
 
 // changesOf returns the number of parameter changes. It may be called without the lock.
-func changesOf(m *Model) uint64 { return orZero(m).changes.Load() }
+func changesOf(m *Model) uint64 { return m.changes.Load() }
 
 // shapeOf returns the number of times that the blocks have changed.
-func shapeOf(m *Model) uint64 { return orZero(m).shape }
+func shapeOf(m *Model) uint64 { return m.shape }
 
 // pull copies the named parameters, or all if no name is given, to the host if a trainer holds a newer
 // copy.

@@ -89,9 +89,6 @@ var partName = regexp.MustCompile(`^[a-z0-9]+(-[a-z0-9]+)*$`)
 //
 // Before Resume, add the same parts as in the run that wrote the checkpoint.
 func (t *Trainer) Use(parts ...Part) error {
-	if err := t.made(); err != nil {
-		return fmt.Errorf("llm: Use: %w", err)
-	}
 	defer take(t.Model)()
 
 	used := t.allParts()

@@ -60,10 +60,6 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 		opt(&r)
 	}
 
-	if err := t.made(); err != nil {
-		return fmt.Errorf("llm: Resume: %w", err)
-	}
-
 	done := takeToChange(t.Model)
 	defer done()
 	if t.phase == closed {

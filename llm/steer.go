@@ -52,11 +52,6 @@ var (
 // record receives the same commands at the same steps.
 func (t *Trainer) Ask(r Request) <-chan error {
 	done := make(chan error, 1)
-	if err := t.made(); err != nil {
-		done <- fmt.Errorf("llm: Ask: %w", err)
-		return done
-	}
-
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	switch {

@@ -24,8 +24,6 @@ type EarlyStopping struct {
 // [Trainer.Use] adds it to the trainer; an [Evaluate] callback makes the evaluations.
 func NewEarlyStopping(t *Trainer, patience int, least float64) (*EarlyStopping, error) {
 	switch {
-	case t.made() != nil:
-		return nil, fmt.Errorf("llm: NewEarlyStopping: %w", t.made())
 	case patience < 1:
 		return nil, fmt.Errorf("llm: NewEarlyStopping: the patience is %d, want at least 1", patience)
 	case !(least >= 0) || math.IsInf(least, 0):
@@ -106,10 +104,6 @@ type BestCheckpoint struct {
 //
 // [Trainer.Use] adds it to the trainer; an [Evaluate] callback makes the evaluations.
 func NewBestCheckpoint(t *Trainer, path string, opts ...CheckpointOption) (*BestCheckpoint, error) {
-	if err := t.made(); err != nil {
-		return nil, fmt.Errorf("llm: NewBestCheckpoint: %w", err)
-	}
-
 	c := &checkpointer{t: t, path: path, write: saveWhole}
 	for _, opt := range opts {
 		if opt == nil {

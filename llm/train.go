@@ -136,8 +136,7 @@ type Trainer struct {
 	Optimizer optim.Optimizer
 	Config    TrainConfig
 
-	created bool   // whether NewTrainer created the trainer
-	parts   []Part // added with Use
+	parts []Part // added with Use
 
 	// The components of the trainer. Except for steering, they are guarded by the model's lock.
 	driver   driver
@@ -213,7 +212,7 @@ func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer,
 
 	_, c.masked = l.(MaskedLoader)
 	c.adapted = !m.Config.Adapter.IsZero()
-	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c, created: true}
+	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c}
 	t.driver.t, t.growth.t, t.team.t, t.steering.t = t, t, t, t
 	defer take(m)()
 	if err := pull(m); err != nil { // from the trainer that holds the parameters
@@ -246,9 +245,6 @@ func isNil(e Engine) bool {
 // callback that changes the model or its lattices must come before any callback that saves, or a resumed
 // run would miss the last change.
 func (t *Trainer) On(callbacks ...Callback) {
-	if t == nil {
-		return // Run reports the error
-	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.callbacks = append(t.callbacks, callbacks...)
@@ -259,9 +255,6 @@ func (t *Trainer) Step() int { return t.Last().Step }
 
 // Last returns the latest event, with the latest values of the run.
 func (t *Trainer) Last() Event {
-	if t == nil {
-		return Event{}
-	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.last
@@ -278,9 +271,6 @@ func (t *Trainer) note(set func(*Event)) {
 // longer be used, and a run in progress ends before its next step. When the last trainer of a model
 // is closed, waiting commands are rejected with state.ErrClosed.
 func (t *Trainer) Close() error {
-	if t.made() != nil {
-		return nil
-	}
 	defer take(t.Model)()
 
 	if t.phase == closed {
@@ -302,21 +292,8 @@ func (t *Trainer) Close() error {
 	return errors.Join(errs...)
 }
 
-var errZeroTrainer = errors.New("the trainer is nil or its zero value: NewTrainer makes one")
-
-// made returns an error for an uninitialized trainer. It may be called without the model's lock.
-func (t *Trainer) made() error {
-	if t == nil || !t.created {
-		return errZeroTrainer
-	}
-	return nil
-}
-
 // inTurn calls f with the model locked, unless the trainer cannot be used.
 func (t *Trainer) inTurn(f func() error) error {
-	if err := t.made(); err != nil {
-		return err
-	}
 	defer take(t.Model)()
 	if err := t.usable(); err != nil {
 		return err
@@ -774,9 +751,6 @@ func (t *Trainer) canEvaluate(e *data.Evaluation) error {
 // Evaluate returns the model's mean loss on held-out text, in nats per token, and its bits per byte. It
 // does not change the model. If the loss is not finite, it returns ErrDiverged.
 func (t *Trainer) Evaluate(e *data.Evaluation) (loss, bitsPerByte float64, err error) {
-	if err := t.made(); err != nil {
-		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
-	}
 	defer take(t.Model)()
 
 	if err := t.canEvaluate(e); err != nil {

@@ -4,7 +4,6 @@ package state
 // if later passes had not run. A training step that fails before its update uses it. The ring of
 // reports still contains those passes. A mark is valid until the next call of Mark.
 func (n *Network) Mark() (restore func()) {
-	n = n.orEmpty()
 	for _, l := range n.layers {
 		l.Lattice.mark()
 	}

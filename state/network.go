@@ -130,20 +130,11 @@ func NewNetwork(slots Slots, layers ...Layer) (*Network, error) {
 	return n, nil
 }
 
-// orEmpty returns n, or an empty network if n is nil: a zero llm.Model has no network.
-func (n *Network) orEmpty() *Network {
-	if n == nil {
-		return new(Network)
-	}
-	return n
-}
-
 // Layers returns the number of layers.
-func (n *Network) Layers() int { return len(n.orEmpty().layers) }
+func (n *Network) Layers() int { return len(n.layers) }
 
 // Seeds returns the number of seeds in all layers.
 func (n *Network) Seeds() (seeds int) {
-	n = n.orEmpty()
 	for _, l := range n.layers {
 		seeds += l.Lattice.Seeds()
 	}
@@ -152,7 +143,6 @@ func (n *Network) Seeds() (seeds int) {
 
 // Lattice returns the lattice of a layer, or nil if layer is out of range.
 func (n *Network) Lattice(layer int) *Lattice {
-	n = n.orEmpty()
 	if layer < 0 || layer >= len(n.layers) {
 		return nil
 	}
@@ -161,7 +151,6 @@ func (n *Network) Lattice(layer int) *Lattice {
 
 // Lattices returns an iterator over the layers' numbers and lattices.
 func (n *Network) Lattices() iter.Seq2[int, *Lattice] {
-	n = n.orEmpty()
 	return func(yield func(int, *Lattice) bool) {
 		for i, l := range n.layers {
 			if !yield(i, l.Lattice) {
@@ -173,7 +162,6 @@ func (n *Network) Lattices() iter.Seq2[int, *Lattice] {
 
 // Report returns the reports of all layers, in order.
 func (n *Network) Report() []Report {
-	n = n.orEmpty()
 	reports := make([]Report, len(n.layers))
 	for i, l := range n.layers {
 		reports[i] = l.Lattice.Report()
@@ -183,7 +171,6 @@ func (n *Network) Report() []Report {
 
 // Listen registers f to be called with the events of all layers; see [Lattice.Listen].
 func (n *Network) Listen(f func(Event)) (stop func(), err error) {
-	n = n.orEmpty()
 	if f == nil {
 		return nil, fmt.Errorf("state.Listen: %w: f is nil, want a function", ErrArgument)
 	}
@@ -192,7 +179,6 @@ func (n *Network) Listen(f func(Event)) (stop func(), err error) {
 
 // Verify verifies all lattices. An error names the first corrupt layer; see [Lattice.Verify].
 func (n *Network) Verify() error {
-	n = n.orEmpty()
 	for i, l := range n.layers {
 		if err := l.Lattice.Verify(); err != nil {
 			return fmt.Errorf("layer %d: %w", i, err)
@@ -208,7 +194,6 @@ func (n *Network) Verify() error {
 // [WithQuarantine] reset them at the end of the epoch.
 func (n *Network) Scrub(ctx context.Context, period time.Duration,
 	found func(layer int, err error)) error {
-	n = n.orEmpty()
 	if err := checkScrub(ctx, period); err != nil {
 		return err
 	}
@@ -233,7 +218,6 @@ func (n *Network) Scrub(ctx context.Context, period time.Duration,
 // layer. The network adds the parameters of blueprints in Training to them if it has slots. On an
 // error, no layer has changed.
 func (n *Network) StepEpoch(m []Metrics) ([]Event, error) {
-	n = n.orEmpty()
 	if len(m) != len(n.layers) {
 		return nil, fmt.Errorf("state.StepEpoch: %w: got metrics of %d layers, want %d",
 			ErrArgument, len(m), len(n.layers))
@@ -347,7 +331,6 @@ func (n *Network) deliver() {
 // HoldEvents holds back the events of the network and its lattices until deliver is called. It
 // serves callers that hold a lock which listeners may need: they call deliver after unlocking.
 func (n *Network) HoldEvents() (deliver func()) {
-	n = n.orEmpty()
 	n.hold(1)
 	return sync.OnceFunc(func() {
 		n.hold(-1)
@@ -375,7 +358,6 @@ const (
 // lattice (see [Lattice.Arrays]) and the saved parameters of slots with seeds being grafted. The
 // layer's name and a dot precede the name of each array.
 func (n *Network) Arrays() (all []Array) {
-	n = n.orEmpty()
 	defer n.lock()()
 	for i, layer := range n.layers {
 		for _, a := range append(layer.Lattice.arrays(), n.keptArrays(i)...) {
@@ -415,7 +397,6 @@ func (n *Network) keptArrays(layer int) []Array {
 // makes them the network's contents. Load itself changes nothing. It returns the same errors as
 // [Lattice.SetArrays], with the name of the layer.
 func (n *Network) Load(arrays []Array) (install func(), err error) {
-	n = n.orEmpty()
 	byLayer := map[string][]Array{}
 	for _, a := range arrays {
 		layer, own, _ := strings.Cut(a.Name, ".")

@@ -716,26 +716,21 @@ func TestZeroNetworkAnswers(t *testing.T) {
 	require.Len(t, done, 1, "it would never answer")
 	require.ErrorIs(t, <-done, state.ErrSeed)
 	require.NoError(t, <-zero.Submit())
-	var none *state.Network
-	for _, n := range []*state.Network{none, &zero} {
-		require.ErrorIs(t, <-n.Submit(state.Command{Action: state.Recycle}), state.ErrSeed)
-		require.ErrorIs(t, n.Do(state.Command{Action: state.Recycle}), state.ErrSeed)
-		require.Empty(t, n.Report())
-		require.Zero(t, n.Layers()+n.Seeds())
-		require.Nil(t, n.Lattice(0))
-		require.NoError(t, n.Verify())
-		require.Empty(t, n.Arrays())
-		for range n.Lattices() {
-			t.Error("a lattice in an empty network")
-		}
-		_, err := n.StepEpoch([]state.Metrics{{}})
-		require.ErrorIs(t, err, state.ErrArgument)
-		n.HoldEvents()()
-		n.Apply()
-		n.Open()
+	require.ErrorIs(t, zero.Do(state.Command{Action: state.Recycle}), state.ErrSeed)
+	require.Empty(t, zero.Report())
+	require.Zero(t, zero.Layers()+zero.Seeds())
+	require.Nil(t, zero.Lattice(0))
+	require.NoError(t, zero.Verify())
+	require.Empty(t, zero.Arrays())
+	for range zero.Lattices() {
+		t.Error("a lattice in an empty network")
 	}
-
-	none.Close()
+	_, err := zero.StepEpoch([]state.Metrics{{}})
+	require.ErrorIs(t, err, state.ErrArgument)
+	zero.HoldEvents()()
+	zero.Apply()
+	zero.Open()
+	zero.Close()
 }
 
 // TestPanickingListener checks that every channel of Submit receives an answer even if a listener

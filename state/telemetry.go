@@ -387,7 +387,6 @@ func samples[S any](seeds int, sample func(seed int) S) []S {
 // Digest returns a checksum of all lattices' seeds, progress and telemetry settings. Processes
 // compare digests to detect that their lattices differ.
 func (n *Network) Digest() uint32 {
-	n = n.orEmpty()
 	var sum uint32
 	for _, l := range n.layers {
 		sum = l.Lattice.digest(sum)
@@ -420,7 +419,6 @@ func (l *Lattice) digest(sum uint32) uint32 {
 // Obey carries out commands between the passes of the model, all or none. The goroutine that runs
 // the model calls it; it must already hold the lock of the slots.
 func (n *Network) Obey(commands ...Command) error {
-	n = n.orEmpty()
 	defer n.deliver()
 	return n.do(commands)
 }
@@ -437,7 +435,6 @@ func (n *Network) ApplyShared(exchange func(own [][]Command) (all [][]Command,
 		return fmt.Errorf("state.ApplyShared: %w: exchange is nil", ErrArgument)
 	}
 
-	n = n.orEmpty()
 	waiting := n.queue.take(false)
 	own := make([][]Command, len(waiting))
 	for i, s := range waiting {

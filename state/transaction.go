@@ -39,7 +39,6 @@ func (q *queue) take(closing bool) []submission {
 
 // Waiting reports whether submitted commands have not been applied yet.
 func (n *Network) Waiting() bool {
-	n = n.orEmpty()
 	n.queue.mu.Lock()
 	defer n.queue.mu.Unlock()
 	return len(n.queue.submitted) > 0
@@ -55,7 +54,6 @@ func (n *Network) Waiting() bool {
 // The goroutine that calls Apply, which includes a trainer's callbacks, must not wait for the
 // channel: it would wait forever. Such code uses [Network.Do].
 func (n *Network) Submit(commands ...Command) <-chan error {
-	n = n.orEmpty()
 	done := make(chan error, 1)
 	if len(n.layers) == 0 {
 		done <- n.Do(commands...)
@@ -83,7 +81,6 @@ var errSubmit = fmt.Errorf("state.Submit: %w: use Network.Do to act at once, or 
 // Close declares that Apply will not be called again. All queued commands are answered with an
 // error wrapping ErrClosed, and so are commands submitted later. Nothing else changes.
 func (n *Network) Close() {
-	n = n.orEmpty()
 	for _, s := range n.queue.take(true) {
 		s.done <- errSubmit
 	}
@@ -92,7 +89,6 @@ func (n *Network) Close() {
 // Refuse answers all queued commands with an error. No command takes effect, and the network stays
 // open.
 func (n *Network) Refuse(because error) {
-	n = n.orEmpty()
 	for _, s := range n.queue.take(false) {
 		s.done <- because
 	}
@@ -100,7 +96,6 @@ func (n *Network) Refuse(because error) {
 
 // Open reverses Close. A new network is open.
 func (n *Network) Open() {
-	n = n.orEmpty()
 	n.queue.mu.Lock()
 	defer n.queue.mu.Unlock()
 	n.queue.closed = false
@@ -109,7 +104,6 @@ func (n *Network) Open() {
 // Apply carries out the queued commands in the order of their submission. It must be called between
 // the passes of the model.
 func (n *Network) Apply() {
-	n = n.orEmpty()
 	waiting := n.queue.take(false)
 
 	// If a listener panics, the remaining submissions still get an answer.
@@ -132,7 +126,6 @@ func (n *Network) Apply() {
 // It must be called between the passes of the model, unless the slots have a lock; then Do waits
 // for the end of a pass.
 func (n *Network) Do(commands ...Command) error {
-	n = n.orEmpty()
 	defer n.deliver()
 	if l, ok := n.slots.(sync.Locker); ok {
 		l.Lock()
