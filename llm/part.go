@@ -146,13 +146,14 @@ func (t *Trainer) finishParts() error {
 	return eachPart(t, func(p StepFinisher) error { return p.FinishStep(Turn{t}) })
 }
 
-// ownParts returns the parts of the trainer itself, in the order in which they read a checkpoint. What can be
-// refused without reading tensors comes first.
+// ownParts returns the parts of the trainer itself. The parts that can refuse a checkpoint without reading
+// tensors come first.
 func (t *Trainer) ownParts() []Part {
 	return []Part{progressPart{t}, loaderPart{t}, modelPart{t}, optimizerPart{t}, &t.growth}
 }
 
-// allParts returns all parts, whose state a checkpoint consists of.
+// allParts returns the trainer's own parts, followed by those added with Use. A checkpoint consists of their
+// states.
 func (t *Trainer) allParts() []Part { return append(t.ownParts(), t.parts...) }
 
 // saveParts has every part save itself, and returns the contents of a checkpoint.
@@ -193,8 +194,8 @@ func (t *Trainer) saveParts(run *savedRun) (tensors []safetensors.Tensor, metada
 	return tensors, run.metadata, nil
 }
 
-// loadParts has every part load itself from a checkpoint. It returns a function that makes the loaded states
-// theirs, and everything in which the parts differ from those of the run.
+// loadParts has every part load itself from a checkpoint. It returns a function that installs the loaded
+// states, and the differences between the trainer's parts and those of the run.
 func (t *Trainer) loadParts(ctx context.Context, f *modelfile.File, run *resumedRun) (install func(),
 	differences []string, err error) {
 	if err := f.Fits(fileShapeOf(run.model.layout, t.Model.Dtype())); err != nil {
@@ -316,7 +317,7 @@ func (r *CheckpointReader) Differs(format string, args ...any) {
 	r.differences = append(r.differences, fmt.Sprintf("part %s: ", r.part)+fmt.Sprintf(format, args...))
 }
 
-// A savedRun is what the trainer's own parts share while a checkpoint is written.
+// A savedRun collects the state that the trainer's own parts write to common places of a checkpoint.
 type savedRun struct {
 	training training
 	metadata map[string]string
@@ -325,7 +326,7 @@ type savedRun struct {
 	moments func() ([]optim.Tensor, error)
 }
 
-// A resumedRun is what the trainer's own parts share while a checkpoint is read.
+// A resumedRun holds the state that several parts need while a checkpoint is read.
 type resumedRun struct {
 	*training
 	options *resumption

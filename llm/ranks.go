@@ -258,7 +258,7 @@ func shared[T any](t *Trainer, what string, own T) (T, error) {
 	return all[0], nil
 }
 
-// A rankModel is what ranks compare of their models besides parameters and lattices.
+// A rankModel describes a model, apart from its parameters and lattices, for comparing ranks.
 type rankModel struct {
 	Config
 	Planted        []Planted

@@ -124,7 +124,8 @@ func (c TrainConfig) checkTuned(m Config) error {
 func (c TrainConfig) checkFrozen(m Config) error {
 	if c.Frozen && (len(m.Weights)+len(m.Streams) == 0 || len(m.Kasmina) > 0 || m.Depth > 0) {
 		return fmt.Errorf("llm: TrainConfig.Frozen is set, and the model has %d seeds at Weights, %d in "+
-			"Streams, %d Kasmina layers and %d seeds in Depth: want seeds at Weights or in Streams alone", len(m.Weights), len(m.Streams), len(m.Kasmina), m.Depth)
+			"Streams, %d Kasmina layers and %d seeds in Depth: want seeds at Weights or in Streams alone",
+			len(m.Weights), len(m.Streams), len(m.Kasmina), m.Depth)
 	}
 	if c.Directed && !c.Frozen {
 		return errors.New("llm: TrainConfig.Directed is set, and Frozen is not: want both")
