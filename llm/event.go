@@ -78,16 +78,16 @@ type Event struct {
 	SeedEvents []state.Event
 
 	// Params is the number of parameters that training changes, and AllParams the number of all
-	// parameters of the model. They differ if the model is frozen, because only planted blueprints learn
-	// then.
+	// parameters of the model. They differ if the model is frozen, because then only planted
+	// blueprints learn.
 	Params, AllParams int
 
 	Seeds int   // number of seeds in the model's Kasmina layers
 	Err   error // Corrupted: the finding; Failed, RunEnd: why the run stopped early, or nil
 }
 
-// A Callback reacts to the events of a training run: it shows progress, writes a log, evaluates, or
-// saves. Callbacks run in the order of their registration, on the training goroutine, between steps. They
-// may call every method of the trainer and its model except Run. If a callback returns an error, the run
-// ends.
+// A Callback reacts to the events of a training run, for example by showing progress, writing a log,
+// evaluating, or saving. Callbacks run in the order of their registration, on the training goroutine,
+// between steps. They may call every method of the trainer and its model except Run. If a callback
+// returns an error, the run stops.
 type Callback func(Event) error

@@ -10,11 +10,12 @@ import (
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
-// Generator draws text from a model, token by token, on the CPU. Each token attends to as many earlier
-// tokens as the model's training sequences had.
+// Generator draws text from a model, token by token, on the CPU. Each token attends to as many tokens
+// as the model's training sequences contained.
 //
-// Up to that length a token takes a pass over a single row, since keys and values are cached. Beyond it,
-// every new token shifts the positions of the rest and takes a pass over the whole window.
+// Up to that length, each token takes only a pass over a single row, since keys and values are
+// cached. Beyond it, every new token shifts the positions of the others and takes a pass over the
+// whole window.
 //
 // Only one goroutine may use a Generator at a time. While a trainer runs, each token waits for the end of
 // the current step.
@@ -24,7 +25,7 @@ type Generator struct {
 	close   func() error
 }
 
-// NewGenerator returns a generator that uses the model's parameters as they are at each call.
+// NewGenerator returns a generator that uses the model's current parameters at each call.
 func NewGenerator(m *Model) (*Generator, error) {
 	if m == nil {
 		return nil, errors.New("llm: NewGenerator: the model is nil")
@@ -40,8 +41,8 @@ func NewGenerator(m *Model) (*Generator, error) {
 // logitsFunc returns the logits for the token that follows the given tokens. See Engine.Decoder.
 type logitsFunc = func(ctx context.Context, tokens []int) (any, error)
 
-// lockingDecoder returns a decoder that locks the model during each call and uses the parameters that the model
-// has then.
+// lockingDecoder returns a decoder that locks the model during each call and uses its current
+// parameters.
 func (i *Inference) lockingDecoder(m *Model) (logitsFunc, error) {
 	var next logitsFunc
 	var seen uint64
@@ -83,8 +84,8 @@ func (g *Generator) Close() error {
 	return g.close()
 }
 
-// Generate yields n tokens that s draws to continue the prompt, which needs at least one token,
-// each as soon as it is drawn:
+// Generate yields n tokens, drawn by s, that continue the prompt, which must contain at least one
+// token. Each token is yielded as soon as it is drawn:
 //
 //	for token, err := range generator.Generate(ctx, prompt, 100, sampler) {
 //		if err != nil {

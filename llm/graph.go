@@ -35,20 +35,20 @@ type Graph struct {
 	IDs     *gorgonia.Node // int [Batch·Seq]
 	Targets *gorgonia.Node // int [Batch·Seq], negative where nothing is predicted; nil ForLogits
 	Starts  *gorgonia.Node // int [Batch·Seq], Batch.Starts; nil without Config.Documents, and ForLogits
-	// Positions has the position of each row, an int [Batch·Seq] such as Batch.Positions. It is nil unless
-	// the model has learned vectors for positions, and rows may have any position.
+	// Positions holds the position of each row, an int [Batch·Seq] like Batch.Positions. It is nil
+	// unless the model uses learned position embeddings, in which case rows may have any position.
 	Positions *gorgonia.Node
 	Loss      *gorgonia.Node // mean cross-entropy in nats per token; nil ForLogits
-	// Rows selects, ForLogits, the rows of Batch·Seq that get logits: an int [Batch], or [Batch·Seq] with
-	// WithAllPositions.
+	// Rows selects, ForLogits, the rows of Batch·Seq for which logits are computed: an int [Batch],
+	// or [Batch·Seq] with WithAllPositions.
 	Rows *gorgonia.Node
-	// Position is the position, int [1], of the single token of a ForLogits graph that caches the keys
-	// and values of the tokens before it. It is nil in other graphs, which have Rows.
+	// Position is the position, int [1], of the single token of a ForLogits graph that caches the
+	// keys and values of the tokens before it. It is nil in other graphs, which use Rows instead.
 	Position *gorgonia.Node
 	Logits   *gorgonia.Node // [len(Rows), Vocab], ForLogits
 	Params   gorgonia.Nodes // one for each of the model's Params
-	// Learning lists the Params that have gradients in a ForTraining graph: all Params, or in a frozen
-	// model only the planted ones, or the parameters that withGradients names.
+	// Learning lists the Params with gradients in a ForTraining graph. These are all Params, only the
+	// planted ones in a frozen model, or the parameters named by withGradients.
 	Learning gorgonia.Nodes
 
 	share   *gorgonia.Node // the batch's share of the loss of a step, if that is an input
@@ -60,11 +60,11 @@ type Graph struct {
 	seeds   graphSeeds
 }
 
-// Updates reports whether runs of the graph lead to updates: whether it is a ForTraining graph with
-// gradients of parameters that learn.
+// Updates reports whether runs of the graph lead to updates, that is, whether it is a ForTraining
+// graph with gradients of parameters that learn.
 func (g *Graph) Updates() bool { return g != nil && len(g.Learning) > 0 && !g.listens }
 
-// Frozen returns the Params that have no gradients in a ForTraining graph.
+// Frozen returns the Params without gradients in a ForTraining graph.
 func (g *Graph) Frozen() (frozen gorgonia.Nodes) {
 	if g == nil {
 		return nil
@@ -81,7 +81,8 @@ func (g *Graph) Frozen() (frozen gorgonia.Nodes) {
 type GraphOption func(*graphBuilder)
 
 // WithRecompute makes the backward pass of a ForTraining graph recompute each block from its input
-// instead of keeping the block's activations. This takes less memory, for about a third more work.
+// instead of keeping the block's activations. This saves memory at the cost of about a third more
+// computation.
 func WithRecompute() GraphOption { return func(b *graphBuilder) { b.recompute = true } }
 
 // WithFrozen restricts the gradients of a ForTraining graph to the parameters of blueprints planted at
@@ -103,8 +104,8 @@ func withLossShare(n int) GraphOption { return func(b *graphBuilder) { b.shares 
 // all targets.
 func withTokenMean() GraphOption { return func(b *graphBuilder) { b.tokenMean = true } }
 
-// withGradients limits the gradients to the named parameters, whether they learn or not. It is meant for
-// measuring gradients; such graphs lead to no update.
+// withGradients limits the gradients to the named parameters, whether they learn or not. It is meant
+// for measuring gradients, and such graphs never lead to updates.
 func withGradients(params ...string) GraphOption {
 	return func(b *graphBuilder) { b.wanted = params }
 }
@@ -237,7 +238,7 @@ type graphBuilder struct {
 	wanted     []string      // parameters to differentiate; nil for all that learn
 	blocks     block.Builder // builder for sequences of up to Config.Seq; its Position is set for cached decoding
 	cached     bool          // whether to add a Position
-	batched    *batchedRows  // the rows of a graph for rows of any sequences; nil for other graphs
+	batched    *batchedRows  // rows of a graph for arbitrary sequences; nil for other graphs
 	keeps      bool          // whether to output keys and values for a cached graph
 	out        *Graph
 	nodes      map[string]*gorgonia.Node // parameters by name
@@ -338,7 +339,7 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 	return nil, errors.New("unknown kind of graph")
 }
 
-// positions adds to x the learned vector of each row's position.
+// positions adds to x the learned embedding of each row's position.
 func (b *graphBuilder) positions(x *gorgonia.Node) (*gorgonia.Node, error) {
 	at := b.blocks.Position
 	switch {
@@ -425,7 +426,7 @@ func (b *graphBuilder) freezes(param string) bool {
 	return b.kind == ForTraining && b.wanted == nil && !b.frozen && !b.learns(param)
 }
 
-// tuning describes what learns in block i.
+// tuning describes which parameters of block i learn.
 func (b *graphBuilder) tuning(i int) (t block.Tuning) {
 	prefix := blockPrefix(i)
 	for _, layer := range b.Config.layersOfBlock() {

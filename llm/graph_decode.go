@@ -13,8 +13,8 @@ import (
 // Decoding computes logits for a sequence that grows by one token at a time. It caches the keys and
 // values of earlier tokens, so that each further token takes a pass over a single row.
 //
-// Without a matching cache it takes a pass over a window that holds all tokens. This happens at the start
-// and after a token has left the window, because then all other tokens have moved to other positions.
+// Without a matching cache, it takes a pass over a window of all tokens. This happens at the start
+// and after a token has left the window, since all other tokens have then moved to other positions.
 // Time and memory grow with the actual number of tokens, so Config.Seq may be much larger.
 //
 // Only one goroutine may use a Decoding at a time.
@@ -35,16 +35,16 @@ type keyKeeper interface {
 }
 
 const (
-	// smallestWindow is the number of positions that a GPU computes in the time of one.
+	// smallestWindow is the number of positions that a GPU computes in the same time as one.
 	smallestWindow = 128
 	// fewKept is the initial capacity of a machine's cache in positions. A sequence that outgrows it
 	// moves to a machine with twice the capacity.
 	fewKept = 1024
 )
 
-// NewDecoding returns a decoding of the model as it is at the time of each call. The function newMachine
-// returns the machine for a graph, which must compute the graph's [Graph.Outputs]. If newMachine is nil,
-// the machines run on the CPU.
+// NewDecoding returns a decoding that uses the model's current state at each call. The function
+// newMachine returns the machine for a graph, which must compute the graph's [Graph.Outputs]. If
+// newMachine is nil, the machines run on the CPU.
 func NewDecoding(m ModelParts, newMachine func(*Graph) (Machine, error)) (*Decoding, error) {
 	d := &Decoding{model: m, newMachine: newMachine, least: smallestWindow, initial: fewKept}
 	if newMachine == nil {
@@ -73,7 +73,7 @@ func (r *Runner) close() error {
 // Kept returns the number of tokens with cached keys and values.
 func (d *Decoding) Kept() int { return len(d.tokens) }
 
-// Forget drops the cached keys and values. Call it when the model may have changed.
+// Forget drops the cached keys and values. It must be called when the model may have changed.
 func (d *Decoding) Forget() { d.tokens = nil }
 
 // capacity returns the number of positions that the step's cache can hold.

@@ -32,8 +32,8 @@ type graphSeeds struct {
 	sizes   []int            // number of elements in each planted seed's parameters
 }
 
-// SeedFigures holds the measurements of a blueprint at a weight or in the stream, taken during a step. A
-// value that is not finite is reported as -1: the Gradient itself, and the variance in Health.
+// SeedFigures holds the measurements of a blueprint at a weight or in the stream, taken during a
+// step. If they are not finite, the Gradient and the variance in Health are reported as -1.
 type SeedFigures struct {
 	Planted
 	Health   [graft.Figures]float64 // of the stream that enters its block
@@ -151,8 +151,8 @@ type graphRow struct {
 	seed int
 }
 
-// plant adds the controls of planted and attached seeds, and replaces the weights that have a planted
-// seed.
+// plant adds the controls of planted and attached seeds, and replaces weights on which a seed is
+// planted.
 func (b *graphBuilder) plant() error {
 	s := &b.out.seeds
 	for _, p := range b.Planted {
@@ -272,7 +272,7 @@ func (b *graphBuilder) stream(i int, x *gorgonia.Node, p Planted,
 	return graft.Blend(x, t, r)
 }
 
-// half returns the output of an attention or a perceptron of the given size, built like the same half of
+// half returns the output of an attention or an MLP of the given size, built like the same half of
 // block i.
 func (b *graphBuilder) half(i int, kind blueprints.Kind, x *gorgonia.Node, params gorgonia.Nodes,
 	size int) (*gorgonia.Node, error) {

@@ -15,45 +15,46 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// Growth configures how a controller decides, at the end of every epoch of the Kasmina lattices, the fate
-// of a model's seeds.
+// Growth configures how a controller decides on a model's seeds at the end of every epoch of the
+// Kasmina lattices.
 type Growth struct {
 	Controller state.Controller
 	// Validation is the text on which blueprints are judged.
 	//
-	// From Grafting on, a seed's performance is minus the model's mean loss on this text, and it is
-	// compared with the performance of the model's twin. The twin makes the same steps on the same
-	// batches from the same state, but without the blueprints that are being grafted, and it takes the
-	// model's place if they are given up. The stability of such a seed is the share of the text's batches
-	// on which the difference between the two has the same sign as the difference of the means.
+	// From Grafting on, a seed's performance is minus the model's mean loss on this text, and is
+	// compared with that of the model's twin. Starting from the same state, the twin makes the same
+	// steps on the same batches, but without the blueprints being grafted, and it replaces the model
+	// if they are given up. The stability of such a seed is the share of the text's batches on which
+	// the difference between the two has the same sign as the difference of the means.
 	//
 	// A seed in Training is tried at full strength, and the resulting rise in loss is its training error.
 	//
-	// The curve of a seed in depth also uses the loss on this text. Models that grow only in depth need
-	// no text. Their curve then uses the training loss, which is appropriate for runs that do not repeat
-	// their text.
+	// The curve of a seed in depth also uses the loss on this text. Models that grow only in depth
+	// need no text. Their curve then uses the training loss, which is adequate for runs that do not
+	// repeat their text.
 	Validation *data.Evaluation
-	// Every is the number of epochs from one comparison to the next; 0 means 1. A comparison takes a pass
-	// of the model over the text, and another for each seed in Training. During a trial it also repeats
-	// the steps since the last comparison with the twin, and takes a pass of the twin over the text.
+	// Every is the number of epochs from one comparison to the next; 0 means 1. A comparison requires
+	// a pass of the model over the text, and another one for each seed in Training. During a trial it
+	// also repeats the steps since the last comparison with the twin, and takes a pass of the twin
+	// over the text.
 	Every int
-	// Governor overrules the controller and everybody who steers the run: it immediately takes back
-	// growth that does harm. nil means control.NewGovernor().
+	// Governor overrules the controller and everybody who steers the run by immediately undoing
+	// harmful growth. nil means control.NewGovernor().
 	Governor *control.Governor
-	// Refused is called with each command of the controller that was not possible. If Refused is nil,
-	// such a command ends the run.
+	// Refused is called with each of the controller's commands that was rejected. If Refused is nil,
+	// such a command stops the run.
 	Refused func(state.Command, error)
 
-	// Rewarm is the number of steps over which the learning rate climbs linearly from 0 after growth in
-	// depth; 0 disables it.
+	// Rewarm is the number of steps over which the learning rate increases linearly from 0 after
+	// growth in depth; 0 disables it.
 	Rewarm int
 	// FreshMoments clears the optimizer's moments of the second and further copies of a block after
 	// growth. The first copy and the rest of the model keep their moments. Without FreshMoments, all
 	// copies start with the moments of the original block.
 	FreshMoments bool
 
-	// Record receives each command with its reason, and each change in the budget's share, as a line of
-	// JSON: see [Decision]. It may be nil.
+	// Record receives each command with its reason, and each change in the budget's share, as a line
+	// of JSON (see [Decision]). It may be nil.
 	Record io.Writer
 	// Replay is the record of another run of the same model, data and settings. It replaces the
 	// controller, which may then be nil, and the clock. The run is bit-identical to the recorded one.
@@ -139,8 +140,8 @@ func growsDepthAlone(c state.Controller) bool {
 	return false
 }
 
-// costOf returns the cost of a step after growth in depth, relative to a step of the current model. It
-// returns 1 for growth that is not possible.
+// costOf returns the cost of a step after growth in depth, relative to a step of the current model.
+// It returns 1 for impossible growth.
 func (g *growth) costOf(kind blueprints.Kind, size int) float64 {
 	c := g.t.Model.layout()
 	order, err := blueprints.Order(kind, c.Layers, size)
@@ -201,8 +202,8 @@ func (g *growth) planned() int {
 	return int(steps)
 }
 
-// rewarmed returns the share of the learning rate that a step takes because of Growth.Rewarm: less
-// than 1 in the first steps after a growth in depth.
+// rewarmed returns the factor by which Growth.Rewarm scales the learning rate of a step. It is less
+// than 1 in the first steps after growth in depth.
 func (g *growth) rewarmed(step int) float64 {
 	if g.options == nil || g.options.Rewarm == 0 {
 		return 1
@@ -334,10 +335,10 @@ func (g *growth) compareSeeds(metrics []state.Metrics) (verdict *trialVerdict, e
 	return j.Add(metrics)
 }
 
-// judgeDepth adds the next point of the loss curve and the scores of the seeds in depth to the metrics of
-// their lattice. The points are losses on the validation text, in epochs with a comparison. Without a
-// text they are mean training losses of whole epochs, which measure unseen text unless the run repeats
-// its text.
+// judgeDepth adds the next point of the loss curve and the scores of the seeds in depth to the
+// metrics of their lattice. The points are losses on the validation text, in epochs with a
+// comparison. Without a text, they are mean training losses of whole epochs, which measure unseen
+// text unless the run repeats its text.
 func (g *growth) judgeDepth(m *state.Metrics, l *state.Lattice) error {
 	m.Loss, m.Share = g.t.losses/float64(g.t.summed), g.t.share
 	if o := g.options; o != nil && o.Validation != nil {
@@ -374,8 +375,8 @@ func (g *growth) judgeDepth(m *state.Metrics, l *state.Lattice) error {
 	return nil
 }
 
-// judge returns a judge of the model's seeds. Its losses may be NaN or infinite. It ignores requests to
-// stop, because an epoch ends completely or not at all.
+// judge returns a judge of the model's seeds. Its losses may be NaN or infinite. It ignores requests
+// to stop, because the end of an epoch must be processed completely or not at all.
 func (g *growth) judge() seedJudge {
 	return seedJudge{Seeds: g.t.Model.Kasmina, Text: g.options.Validation, Loss: g.t.driver.engine.Loss}
 }
@@ -435,7 +436,7 @@ func (g *growth) sense() error {
 	return nil
 }
 
-// figures returns the measurements from the step's last batch, whichever rank computed it.
+// figures returns the measurements from the step's last batch, no matter which rank computed it.
 func (g *growth) figures(s Sensor) (all []SeedFigures, err error) {
 	e := g.t.team.ranks()
 	if e == nil {

@@ -56,8 +56,8 @@ func (g Grown) Site() blueprints.Site {
 	return blueprints.Depth
 }
 
-// Grow returns the configuration after a further growth. A Kasmina layer stays with the first copy of its
-// block.
+// Grow returns the configuration after another growth. A Kasmina layer stays with the first copy of
+// its block.
 func (c Config) Grow(g Grown) Config {
 	c = c.moved(g.Order)
 	c.Blocks = reorderedBlocks(c.blocks(), g.Order)
@@ -70,7 +70,7 @@ func (c Config) Grow(g Grown) Config {
 	return c
 }
 
-// SameBlocks reports whether two configurations of one origin have the same blocks.
+// SameBlocks reports whether two configurations of the same origin have the same blocks.
 func (c Config) SameBlocks(d Config) bool {
 	return c.Layers == d.Layers && slices.Equal(c.Kasmina, d.Kasmina) &&
 		slices.Equal(c.blocks(), d.blocks()) && slices.Equal(c.Weights, d.Weights) &&
@@ -80,7 +80,7 @@ func (c Config) SameBlocks(d Config) bool {
 		})
 }
 
-// Origin returns the configuration that the model had before any growth.
+// Origin returns the model's configuration before any growth.
 func (c Config) Origin() Config {
 	c.Kasmina = slices.Clone(c.Kasmina)
 	all := c.blocks()
@@ -100,8 +100,8 @@ func (c Config) Origin() Config {
 	return c
 }
 
-// Source returns the name that a parameter had before the growth, or "" for a parameter of a new block.
-// Copies of a block have the same source.
+// Source returns a parameter's name before the growth, or "" for a parameter of a new block. Copies
+// of a block have the same source.
 func (g Grown) Source(name string) string {
 	block, rest, ok := blockOf(name)
 	if !ok {
@@ -113,8 +113,8 @@ func (g Grown) Source(name string) string {
 	return ""
 }
 
-// firstCopy returns the name that a parameter has after the growth. If its block has several copies, the
-// name belongs to the first.
+// firstCopy returns a parameter's name after the growth. If its block has several copies, this is the
+// name in the first one.
 func (g Grown) firstCopy(name string) string {
 	block, rest, ok := blockOf(name)
 	if !ok {

@@ -34,7 +34,7 @@ const (
 	snapshotsValue = "snapshots"
 	twinValue      = "twin"
 	twinPrefix     = "twin."
-	ratesName      = twinPrefix + "rates" // learning rates of the steps that the twin has yet to make
+	ratesName      = twinPrefix + "rates" // learning rates of the twin's outstanding steps
 )
 
 // snapshotPrefix returns the prefix of the names of a snapshot's tensors.
@@ -178,8 +178,8 @@ func (g *growth) checkSnapshot(s snapshotState, now Config) error {
 	return nil
 }
 
-// loadTwin reads the twin of the model. A run that continues with other data drops the twin, which would
-// otherwise make its steps on the earlier data.
+// loadTwin reads the twin of the model. A run that continues with other data drops the twin, whose
+// outstanding steps would need the earlier data.
 func (g *growth) loadTwin(r *CheckpointReader) (*twin, error) {
 	if _, ok := r.values[twinValue]; !ok {
 		return nil, nil

@@ -7,17 +7,17 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// depthHorizon limits how far the law of a curve is extrapolated, as a multiple of the curve's length.
-// Runs are young when they grow, and their losses fall ever more slowly. Extrapolating half as far again
-// predicted losses that no model reached, so that good growths were taken back.
+// depthHorizon limits how far the law of a curve is extrapolated, as a multiple of the curve's
+// length. Runs usually grow early, and their losses fall ever more slowly. In trials, extrapolating
+// half as far again predicted losses that no model reached, so that good growths were undone.
 const depthHorizon = 1.15
 
-// depthScore returns the metrics of a seed in depth during its evaluation: the loss of the run now, and
-// the loss that the run would have reached by now without the growth.
+// depthScore returns the metrics of a seed in depth during its evaluation, which are the run's
+// current loss and the loss the run would have reached by now without the growth.
 //
-// [curve.Fit] predicts the latter from the curve before the growth. If the curve follows no law yet, the
-// last loss before the growth is used instead, so that the growth only has to prove harmless. Without a
-// curve, ok is false.
+// [curve.Fit] predicts the latter from the curve before the growth. If the curve does not follow a
+// law yet, the last loss before the growth is used instead, so that the growth need only prove
+// harmless. Without a curve, ok is false.
 func depthScore(points []state.Point, past []state.Transition, seed int) (m state.SeedMetrics, ok bool) {
 	grafted, evaluated := -1, -1
 	for _, p := range past { // newest first

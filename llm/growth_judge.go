@@ -86,8 +86,8 @@ func (j seedJudge) compareTwin(m *state.SeedMetrics, with []float64) *trialVerdi
 	return &trialVerdict{m.Without - m.Performance, m.Stability, m.Errors}
 }
 
-// Mean returns the model's mean loss over the batches. If no loss is finite, it returns a large number,
-// because a curve needs one.
+// Mean returns the model's mean loss over the batches. If no loss is finite, it returns a large
+// number, because a curve requires finite numbers.
 func (j seedJudge) Mean() (float64, error) {
 	losses, err := j.Losses()
 	if err != nil {
@@ -158,13 +158,13 @@ func (j seedJudge) Losses() (losses []float64, err error) {
 	return losses, nil
 }
 
-// worstLoss is the limit for losses in a comparison. A lattice accepts no performance below -worstLoss,
+// worstLoss is the limit for losses in a comparison. Lattices accept no performance below -worstLoss,
 // and a model with such a loss has diverged.
 const worstLoss = 65504
 
-// meanPerformance returns minus the mean of the losses on the batches with finite losses in both lists.
-// The result is at least -worstLoss, which is also the result if no batch has finite losses in both. bad
-// is the number of losses that are not finite.
+// meanPerformance returns minus the mean of the losses on the batches with finite losses in both
+// lists. The result is at least -worstLoss, which is also the result if no batch has finite losses in
+// both. bad is the number of non-finite losses.
 func meanPerformance(losses, others []float64) (performance float64, bad int) {
 	n := 0
 	for i, l := range losses {

@@ -8,17 +8,17 @@ import (
 	"github.com/kasmina-go/kasmina/internal/parallel"
 )
 
-// listenBatches is the number of batches over which gradients are summed, and listenRank the number of
-// directions that are extracted for each weight.
+// listenBatches is the number of batches over which gradients are summed, and listenRank the number
+// of directions extracted for each weight.
 const listenBatches, listenRank = 8, 32
 
-// heardModel holds the gradients of the weights that have seeds, by name.
+// heardModel holds the gradients of weights with seeds, by name.
 type heardModel struct {
 	config Config
 	by     map[string]heardGradient
 }
 
-// listenedWeights returns the names of the weights that have seeds, each once.
+// listenedWeights returns the names of the weights with seeds, without duplicates.
 func listenedWeights(c Config) (names []string) {
 	seen := map[string]bool{}
 	for _, s := range c.Weights {
@@ -120,7 +120,8 @@ func (m heardModel) Norms() []float64 {
 }
 
 // Sigma returns a function for the singular values, in decreasing order, of the gradient of a seed's
-// weight. The argument weights is the layer of the seeds at weights; other layers have no values.
+// weight. The argument weights is the layer of the seeds at weights; seeds in other layers have no
+// singular values.
 func (m heardModel) Sigma(weights int) func(layer, seed int) []float64 {
 	return func(layer, seed int) []float64 {
 		if layer != weights || seed < 0 || seed >= len(m.config.Weights) {

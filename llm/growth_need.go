@@ -14,10 +14,10 @@ import (
 //
 //	sqrt(Σ g²/n)
 //
-// The sum runs over the n elements of the seed's weight or, for a seed in the stream, of the block before
-// it. [optim.RememberedGradients] estimates the gradients g from the moments. Parameters without an
-// estimate do not count, and a seed without any other parameters has the need 0, as do all seeds if the
-// optimizer does not declare its rules.
+// The sum runs over the n elements of the seed's weight or, for a seed in the stream, of the block
+// before it. [optim.RememberedGradients] estimates the gradients g from the moments. Parameters
+// without an estimate are ignored. The need is 0 for seeds without any other parameters, and for all
+// seeds if the optimizer does not declare its rules.
 //
 // Sums follow the order of moments. Since [optim.Optimizer.State] sorts them by name, all ranks and
 // all repetitions of a run obtain bit-identical sums.

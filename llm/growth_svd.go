@@ -11,12 +11,12 @@ import (
 type heardGradient struct {
 	Norm       float64     // sqrt(Σ g²/n) over its n numbers
 	Sigma      []float64   // the largest singular values, in order
-	Directions [][]float32 // right singular vector for each value, of length 1
+	Directions [][]float32 // unit right singular vector for each value
 }
 
-// extraDirections is the number of directions that are iterated in addition to the requested ones, and
-// listenTurns is the number of multiplications by Gᵀ·G. Larger numbers bring the directions closer to the
-// singular vectors.
+// extraDirections is the number of directions iterated in addition to the requested ones, and
+// listenTurns is the number of multiplications by Gᵀ·G. Larger numbers bring the directions closer to
+// the singular vectors.
 const extraDirections, listenTurns = 8, 2
 
 // hearGradient returns up to rank dominant directions of an out×in gradient. Equal gradients give

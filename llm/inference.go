@@ -8,8 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
-// Inference is the part of an engine that needs no gradients. It builds each graph of a model when it is
-// first needed. Only one goroutine may use it at a time, and not while the model changes.
+// Inference is the part of an engine that needs no gradients. It builds each of a model's graphs on
+// first use. Only one goroutine may use it at a time, and not while the model changes.
 type Inference struct {
 	Model *Model
 	// Make creates a machine that computes a graph with the model's parameters and keeps Graph.Outputs;
@@ -24,8 +24,8 @@ type Inference struct {
 	decoding *Decoding
 }
 
-// InferenceOf returns an inference for a model with values that only the machines created by newMachine know.
-// Close closes the machines and then calls owner to free the rest.
+// InferenceOf returns an inference for a model whose values are known only to the machines created by
+// newMachine. Close closes the machines and then calls owner to free everything else.
 func InferenceOf(c Config, newMachine func(*Graph) (Machine, error),
 	owner func() error) *Inference {
 	m := Outline(c)

@@ -9,10 +9,11 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 )
 
-// A layout determines the parameters of a model: the architecture, and the blueprints that are planted at
-// its weights and in its stream.
+// A layout determines a model's parameters. It consists of the architecture and the blueprints
+// planted at weights and in the stream.
 //
-// It has the methods of a [Config], which those declared here replace where planted blueprints matter.
+// It inherits the methods of [Config], except for those redeclared here to account for planted
+// blueprints.
 type layout struct {
 	Config
 	Planted []Planted // in the order of comparePlanted
@@ -77,8 +78,8 @@ func (l layout) Tensors() (n int) {
 	return n
 }
 
-// FLOPs is like [Config.FLOPs], and also counts blueprints in the stream. Blueprints at weights are not
-// counted, because their operations occur once per step, whatever the number of tokens.
+// FLOPs is like [Config.FLOPs], and also counts blueprints in the stream. Blueprints at weights are
+// not counted, because their operations occur once per step, regardless of the number of tokens.
 func (l layout) FLOPs() float64 {
 	flops := l.forwardFLOPs()
 	for _, p := range l.Planted {
@@ -98,7 +99,7 @@ func (l layout) FLOPs() float64 {
 	return 6 * flops
 }
 
-// SameBlocks reports whether two layouts of one origin have the same parameters.
+// SameBlocks reports whether two layouts of the same origin have the same parameters.
 func (l layout) SameBlocks(other layout) bool {
 	return l.Config.SameBlocks(other.Config) && slices.Equal(l.Planted, other.Planted)
 }

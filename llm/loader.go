@@ -7,8 +7,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
-// A Loader returns the batches that a [Trainer] trains on, without end. [data.Loader] reads running
-// text, and [github.com/kasmina-go/kasmina/llm/chatdata.Loader] reads packed conversations.
+// A Loader returns an endless series of batches for a [Trainer]. [data.Loader] reads running text,
+// and [github.com/kasmina-go/kasmina/llm/chatdata.Loader] reads packed conversations.
 //
 // The batches depend only on the loader's state, so that a run continues bit for bit from a saved
 // state, and all ranks of a run read the same batches.
@@ -22,7 +22,7 @@ type Loader interface {
 	// Tokenizer identifies the tokenizer of the ids. It is "" if the loader does not know it.
 	Tokenizer() string
 
-	// KnowsDocuments reports whether batches say where documents start.
+	// KnowsDocuments reports whether batches specify where documents start.
 	KnowsDocuments() bool
 
 	// Next returns the next batch. Its memory is reused by the following call.
@@ -31,23 +31,22 @@ type Loader interface {
 	// InUse returns the batch that Next returned last, or a batch of zeros before the first one.
 	InUse() data.Batch
 
-	// State returns the loader's position, and SetState moves the loader to a position that State
-	// has returned. The error of SetState wraps data.ErrChanged if the position belongs to other
-	// data.
+	// State returns the loader's position, and SetState moves the loader to a position returned by
+	// State. The error of SetState wraps data.ErrChanged if the position belongs to other data.
 	State() data.LoaderState
 	SetState(data.LoaderState) error
 }
 
-// A MaskedLoader is a [Loader] with batches that differ in their number of targets, because some
-// tokens are only context.
+// A MaskedLoader is a [Loader] whose batches differ in their number of targets, because some tokens
+// are only context.
 //
-// The loss of a step is then the mean over all targets of the step. A batch counts for as much as it
-// has targets, so that the loss and its gradient do not depend on how a step is divided into batches
-// or among ranks.
+// The loss of a step is then the mean over all targets of the step. Each batch is weighted by its
+// number of targets, so that the loss and its gradient do not depend on how a step is divided into
+// batches or among ranks.
 type MaskedLoader interface {
 	Loader
 
-	// CountTargets returns the number of targets in the next batches, and does not move the loader.
+	// CountTargets returns the number of targets in the next batches, without moving the loader.
 	CountTargets(batches int) int
 }
 
@@ -57,7 +56,7 @@ var _ Loader = (*data.Loader)(nil)
 type stepBatches struct {
 	loader  Loader
 	batches int       // of the step
-	targets int       // of the step, or 0 if each batch counts for as much as any other
+	targets int       // of the step, or 0 if all batches are weighted equally
 	shares  []float64 // of the batches handed out so far
 }
 

@@ -9,11 +9,11 @@ import (
 	"gorgonia.org/tensor"
 )
 
-// AllLogits returns the logits of a model at all positions of a sequence, a tensor [len(tokens), Vocab]
-// of the model's type. Row i has the logits for the token that follows tokens[:i+1].
+// AllLogits returns the logits of a model at all positions of a sequence, a tensor [len(tokens),
+// Vocab] of the model's type. Row i holds the logits for the token that follows tokens[:i+1].
 //
-// AllLogits computes on the CPU. If a trainer is running, AllLogits waits for the end of the current
-// step. It stops when ctx is done.
+// AllLogits runs on the CPU. If a trainer is running, it waits for the end of the current step. It
+// stops when ctx is done.
 func AllLogits(ctx context.Context, m *Model, tokens []int) (*tensor.Dense, error) {
 	logits, err := allLogits(ctx, m, tokens)
 	if err != nil {

@@ -15,9 +15,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Model holds the parameters and seed lattices of the architecture that a [Config] describes. It holds no
-// graph: Graph builds as many graphs as needed (to train, to evaluate, to sample), and they all share the
-// model's parameters.
+// Model holds the parameters and seed lattices of the architecture described by a [Config]. It holds
+// no graph of its own. Graph builds as many as needed (to train, to evaluate, to sample), and they
+// all share the model's parameters.
 //
 // While a trainer runs, any goroutine may call Save, Germinate, the methods for blueprints, Kasmina.Do
 // and Kasmina.Submit. All but Submit wait for the end of the current step. Params and graphs are then
@@ -27,7 +27,7 @@ type Model struct {
 	Params  []Param        // in the model's order of use
 	Kasmina *state.Network // the seed lattices: a layer for each entry of Config.Kasmina
 
-	// Planted lists the blueprints that have parameters of their own, at weights and in the stream. The
+	// Planted lists the blueprints with parameters of their own, at weights and in the stream. The
 	// trainer sets it.
 	Planted []Planted
 
@@ -51,8 +51,8 @@ type Model struct {
 // 2019). Norm weights are 1 or, with NormPlusOne, 0; biases are 0; and Kasmina slots start at the
 // identity of the Residual kind. The same seed gives the same parameters.
 //
-// The lattices of the Kasmina layers get the given options, but Config.Slots determines their number of
-// slots.
+// The lattices of the Kasmina layers are created with the given options, except that Config.Slots
+// determines their number of slots.
 func NewModel(c Config, dt tensor.Dtype, seed uint64, lattice ...state.Option) (*Model, error) {
 	return newModel(layout{Config: c}, dt, seed, lattice...)
 }
@@ -68,9 +68,9 @@ func newModel(l layout, dt tensor.Dtype, seed uint64, lattice ...state.Option) (
 
 // NewModelFrom returns a model initialized by fill, for example with published weights.
 //
-// fill is called once for each parameter, from several goroutines at once. Values that it does not write
-// keep their initial value, which is 0 for matrices, 1 for norms, and the identity for Kasmina layers.
-// The first error stops the initialization.
+// fill is called once for each parameter, from several goroutines at once. Values it does not write
+// keep their initial value, which is 0 for matrices, 1 for norms, and the identity for Kasmina
+// layers. The first error stops the initialization.
 func NewModelFrom(c Config, dt tensor.Dtype, fill func(Param) error,
 	lattice ...state.Option) (*Model, error) {
 	if fill == nil {
@@ -185,7 +185,7 @@ func (m *Model) NumSeeds() int {
 	return m.Kasmina.Seeds()
 }
 
-// errZeroModel is the error for a model that is nil or uninitialized.
+// errZeroModel is the error for a nil or uninitialized model.
 var errZeroModel = errors.New("the model is nil or its zero value: NewModel and LoadModel make one")
 
 // Graph builds the model's computation on batches of the given number of sequences. A [ForTraining] graph

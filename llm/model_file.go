@@ -16,10 +16,10 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Save writes the model with its lattices to the safetensors file at path, replacing it atomically: if
-// the process is killed, the file is either the old one or the complete new one. If a parameter is not
-// finite, Save returns ErrDiverged and keeps the old file. While a trainer runs, Save waits for the end
-// of the current step, and the run waits until the file is written.
+// Save writes the model with its lattices to the safetensors file at path. The file is replaced
+// atomically, so it is either the old one or the complete new one even if the process is killed. If a
+// parameter is not finite, Save returns ErrDiverged and keeps the old file. While a trainer runs,
+// Save waits for the end of the current step, and the run waits until the file is written.
 func (m *Model) Save(path string) error {
 	if err := checkMade(m); err != nil {
 		return fmt.Errorf("llm: saving the model: %w", err)
@@ -179,12 +179,12 @@ func kasminaOptionsIn(f *modelfile.File) (o KasminaOptions, err error) {
 }
 
 // LoadModel reads a model and its lattices from a file written by Model.Save or Trainer.Save. The
-// settings of the lattices (gates, telemetry, history) come from the file.
+// settings of the lattices (gates, telemetry, history) are taken from the file.
 //
-// LoadModel returns an error that locates the damage in a corrupted file, ErrDiverged if a parameter
-// is not finite, and ErrArchitecture if the tensors do not match the configuration. It allocates
-// memory only for tensors that the file contains, whatever the configuration claims. Reading stops
-// when ctx is done.
+// LoadModel returns an error that locates the corruption in a corrupted file, ErrDiverged if a
+// parameter is not finite, and ErrArchitecture if the tensors do not match the configuration. It
+// allocates memory only for tensors actually in the file, whatever the configuration claims. Reading
+// stops when ctx is done.
 func LoadModel(ctx context.Context, path string) (*Model, error) {
 	if ctx == nil {
 		return nil, fmt.Errorf("llm: LoadModel: %w", errNoContext)
@@ -206,8 +206,8 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 		dt = tensor.Float64
 	}
 
-	// A configuration can claim any size, so check that the file contains the tensors before allocating
-	// them.
+	// A configuration can claim any size, so check that the file contains the tensors before
+	// allocating memory.
 	if err := f.Fits(fileShapeOf(c, dt)); err != nil {
 		return nil, err
 	}

@@ -66,10 +66,10 @@ func (m *Model) loadLattices(arrays []state.Array) (install func(), err error) {
 	return install, err
 }
 
-// Germinate plants a blueprint in a seed of Kasmina layer i, an index into Config.Kasmina. It sets the
-// slot to the identity start of the kind, unless a living seed shares the slot, and requests germination.
-// Random weights depend only on the layer, the seed, the slot and the lattice's epoch. On an error
-// nothing has changed. Germinate is short for m.Kasmina.Do with one command.
+// Germinate plants a blueprint in a seed of Kasmina layer i, an index into Config.Kasmina. It sets
+// the slot to the kind's identity start, unless a living seed shares the slot, and requests
+// germination. Random weights depend only on the layer, the seed, the slot and the lattice's epoch.
+// After an error, nothing has changed. Germinate is shorthand for m.Kasmina.Do with a single command.
 func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
 	err := checkMade(m)
 	if err == nil {
@@ -82,8 +82,7 @@ func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
 }
 
 // slotStore gives the lattices access to the parameters in the slots of a model's Kasmina layers,
-// wherever the parameters are at the moment. If the model is uninitialized, its methods return
-// errZeroModel.
+// wherever they currently reside. If the model is uninitialized, its methods return errZeroModel.
 type slotStore struct{ Model *Model }
 
 // check returns an error unless the slot exists.
@@ -187,8 +186,8 @@ func (s slotStore) Write(writes []state.SlotWrite) error {
 	return err
 }
 
-// forget clears the optimizer state of the slots from ≤ i < to of a layer. That state belongs to earlier
-// contents of the slots, or would keep moving them while no seed trains them.
+// forget clears the optimizer state of the slots from ≤ i < to of a layer. That state belongs to
+// earlier contents of the slots, or would keep changing them while no seed trains them.
 func (s slotStore) forget(e paramMirror, layer, from, to int) error {
 	names, width := s.names(layer), s.Model.Config.KasminaWidth()
 	if err := e.Forget(names[0], from*width, to*width); err != nil {
@@ -197,8 +196,8 @@ func (s slotStore) forget(e paramMirror, layer, from, to int) error {
 	return e.Forget(names[1], from, to)
 }
 
-// ForgetFrozen clears the optimizer state of the slots that no seed trains any more, so that an update
-// without weight decay keeps them bit for bit.
+// ForgetFrozen clears the optimizer state of slots that are no longer trained by any seed, so that an
+// update without weight decay leaves them unchanged, bit for bit.
 //
 // learning lists, per layer, the slots that learned in the last step; it is nil if that is unknown.
 // ForgetFrozen returns the slots that learn now.
@@ -285,9 +284,10 @@ func writeSlot[T float32 | float64](weights, scales []T, slot int, p state.SlotP
 	scales[slot] = T(p.Scale)
 }
 
-// SaveBlueprint writes the current weights and scale of a seed's slot to the safetensors file at path.
-// The layer is an index into Config.Kasmina. A seed without a blueprint, or with one at the end of its
-// life, is an error. While a trainer runs, SaveBlueprint waits for the end of the current step.
+// SaveBlueprint writes the current weights and scale of a seed's slot to the safetensors file at
+// path. The layer is an index into Config.Kasmina. It is an error if the seed has no blueprint, or
+// one at the end of its life. While a trainer runs, SaveBlueprint waits for the end of the current
+// step.
 func (m *Model) SaveBlueprint(path string, layer, seed int) error {
 	fail := func(err error) error {
 		return fmt.Errorf("llm: SaveBlueprint: layer %d, seed %d: %w", layer, seed, err)
@@ -335,10 +335,9 @@ func (m *Model) fileSlots() modelfile.Slots {
 // While a trainer runs, LoadBlueprint waits for the end of the current step. To continue without waiting,
 // submit the command that [Model.ReadBlueprint] returns.
 //
-// LoadBlueprint rejects a corrupted file, numbers that are not finite, weights of a different shape
-// than the model's slots, and a kind that differs from the seed's or from the kind of another seed
-// sharing the slot. It also rejects a seed that is dormant or frozen for good. On an error nothing
-// has changed.
+// LoadBlueprint rejects corrupted files, non-finite numbers, weights whose shape differs from the
+// model's slots, and kinds other than that of the seed or of another seed sharing the slot. It also
+// rejects seeds that are dormant or permanently frozen. After an error, nothing has changed.
 func (m *Model) LoadBlueprint(path string, layer, seed int) error {
 	c, err := m.ReadBlueprint(path, layer, seed)
 	if err != nil {

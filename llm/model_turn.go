@@ -17,7 +17,7 @@ type paramMirror interface {
 	Forget(param string, from, to int) error
 }
 
-// paramHolder is the trainer that holds the parameters of a model.
+// paramHolder is the trainer that holds a model's parameters.
 type paramHolder interface {
 	Mirror() paramMirror // the parameters' other copy; nil if they are only on the host
 	Spoiled() error      // why the model cannot be saved; nil if it can
@@ -35,10 +35,10 @@ func checkMade(m *Model) error {
 	return nil
 }
 
-// Model.turn is the lock under which a model is changed. A step holds it until everything that the step
-// changes is consistent, and so does each save, score, sampled token, blueprint and command. A run
-// releases it while callbacks and listeners are called, so that they and other goroutines can do any of
-// this too.
+// Model.turn is the lock under which a model is changed. A step holds it until everything that the
+// step changes is consistent, and so does each save, score, sampled token, blueprint and command. A
+// run releases it while calling callbacks and listeners, so that they and other goroutines can do the
+// same.
 //
 // The lock is acquired before the locks of the lattices and before a trainer's own.
 
@@ -52,8 +52,8 @@ func take(m *Model) (done func()) {
 // model is trained, and keeps the model locked: until done is called, no step starts, and no other
 // goroutine changes the model.
 //
-// It returns an error if the model is not initialized, or if its trainer has failed and left parameters
-// that belong to no complete step.
+// It returns an error if the model is not initialized, or if its trainer failed and left parameters
+// that do not belong to a complete step.
 func (m *Model) Current() (done func(), err error) {
 	if err := checkMade(m); err != nil {
 		return nil, err

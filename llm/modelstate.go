@@ -163,8 +163,8 @@ func (m modelState) Grow(g Grown) modelState {
 	})
 }
 
-// Plant returns the model with a blueprint added at the given step. The same step, seed and kind give the
-// same initial values. The first rows of a LoRA's matrix A may be given.
+// Plant returns the model with a blueprint added at the given step. The initial values depend only on
+// the step, the seed and the kind, except that the first rows of a LoRA's matrix A may be given.
 func (m modelState) Plant(p Planted, step int, rows ...[]float32) modelState {
 	next := m.become(m.layout.Plant(p), sameName, func(_ int, p ParamSpec) func() float64 {
 		h := fnv.New64a()
@@ -197,8 +197,8 @@ func (m modelState) Uproot(site blueprints.Site, seed int) modelState {
 	return m.become(m.layout.Uproot(site, seed), sameName, nil)
 }
 
-// Back returns a copy of the model with layout l and the parameters and moments of before.
-// Parameters that before lacks are taken from m.
+// Back returns a copy of the model with layout l and the parameters and moments of before. Parameters
+// missing from before are taken from m.
 func (m modelState) Back(before modelState, l layout) modelState {
 	values, moments := before.values(), before.moments()
 	now, remembered := m.values(), m.moments()

@@ -148,10 +148,10 @@ func fullStrength(dt tensor.Dtype) *tensor.Dense {
 	return newParamValue(dt, []int{1, graft.Controls}, one)
 }
 
-// block turns a blueprint in the stream into a block. The blueprint's parameters become the first rows of
-// the block's parameters, or the first columns of the parameters that write to the stream. The remaining
-// rows start with the values of a new block, and the remaining columns with 0, so that the block can
-// train at its full size.
+// block turns a blueprint in the stream into a block. The blueprint's parameters become the first
+// rows of the block's parameters, or the first columns of the parameters that write to the stream.
+// The remaining rows are initialized like a new block's, and the remaining columns to 0, so that the
+// block can train at its full size.
 func (m modelState) block(o plantedSeed, step int) (modelState, error) {
 	if !blueprints.Mergeable(o.kind) {
 		return m, fmt.Errorf("no block of the model computes it")

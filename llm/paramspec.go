@@ -136,9 +136,9 @@ func blockPrefix(i int) string { return fmt.Sprintf("%s%d.", blocksPrefix, i) }
 // FLOPs returns the number of floating-point operations for training on one token, forward and backward.
 //
 // Each weight of a matrix product, including the output layer's, takes six operations. In each block,
-// causal attention takes six for each feature of its heads and each position of the sequence; a window W
-// in a sequence of S positions counts as 2W − W²/S positions. (Kaplan et al., "Scaling Laws for Neural
-// Language Models", 2020.)
+// causal attention takes six operations for each feature of its heads and each position of the
+// sequence, where a window W in a sequence of S positions counts as 2W − W²/S positions. (Kaplan et
+// al., "Scaling Laws for Neural Language Models", 2020.)
 //
 // Planted blueprints are not counted.
 func (c Config) FLOPs() float64 { return 6 * c.forwardFLOPs() }
@@ -146,7 +146,7 @@ func (c Config) FLOPs() float64 { return 6 * c.forwardFLOPs() }
 // forwardFLOPs returns the number of multiplications of a forward pass for one token.
 func (c Config) forwardFLOPs() float64 {
 	heads, kv := float64(c.Heads*c.HeadDim), float64(c.KVHeads*c.HeadDim)
-	layers := 3.0 // layers in a perceptron
+	layers := 3.0 // layers in an MLP
 	if c.PlainMLP {
 		layers = 2
 	}
@@ -160,7 +160,7 @@ func (c Config) forwardFLOPs() float64 {
 	return flops
 }
 
-// seen returns twice the mean number of positions that a token attends to in a block.
+// seen returns twice the mean number of positions a token attends to in a block.
 func (c Config) seen(block int) float64 {
 	w, seq := float64(c.Seq), float64(c.Seq)
 	if window := c.Block(block).Window; window > 0 {

@@ -19,19 +19,20 @@ import (
 // A Part is a component of a training run with its own state, such as an [EMA] of the weights.
 // [Trainer.Use] adds parts to a trainer.
 //
-// A checkpoint contains the state of every part, and Resume hands it back to every part. A part takes
-// part in the run through the hooks that it implements: [RunStarter], [StepPreparer],
-// [StepFinisher], and [EventReceiver].
+// A checkpoint contains the state of every part, which Resume hands back to it. A part participates
+// in the run through the hooks it implements: [RunStarter], [StepPreparer], [StepFinisher], and
+// [EventReceiver].
 type Part interface {
-	// Name identifies the part's state in a checkpoint. It consists of lower-case letters, digits
-	// and hyphens, and no two parts of a trainer have the same name. The trainer's own parts are named
-	// run, loader, model, optimizer and growth.
+	// Name identifies the part's state in a checkpoint. It consists of lower-case letters, digits and
+	// hyphens, and must be unique within a trainer. The trainer's own parts are named run, loader,
+	// model, optimizer and growth.
 	Name() string
 	// Save adds the part's state to a checkpoint. It is called between two steps, and the data is
 	// copied or written before the next step.
 	Save(*CheckpointWriter) error
-	// Load reads the state that Save wrote and returns a function that makes it the part's own. Load
-	// itself changes nothing: the trainer calls install once all parts have accepted the checkpoint.
+	// Load reads the state that Save wrote and returns a function that installs it. Load itself
+	// changes nothing, because the trainer calls install only once all parts have accepted the
+	// checkpoint.
 	Load(*CheckpointReader) (install func(), err error)
 }
 
@@ -41,8 +42,8 @@ type RunStarter interface {
 	StartRun(Turn) error
 }
 
-// A StepPreparer is a [Part] with a hook before every step. If it returns an error, the step is not
-// made.
+// A StepPreparer is a [Part] with a hook before every step. If it returns an error, the step is
+// skipped.
 type StepPreparer interface {
 	Part
 	PrepareStep(Turn) error
@@ -72,8 +73,8 @@ func (u Turn) Model() *Model { return u.t.Model }
 // Last returns the latest state of the run as an event.
 func (u Turn) Last() Event { return u.t.Last() }
 
-// Params returns the model's parameters with the values that they have after the last step. On a GPU
-// this copies them to the host.
+// Params returns the model's parameters with their values after the last step. On a GPU, this copies
+// them to the host.
 func (u Turn) Params() ([]Param, error) {
 	if err := pull(u.t.Model); err != nil {
 		return nil, err
@@ -83,9 +84,9 @@ func (u Turn) Params() ([]Param, error) {
 
 var partName = regexp.MustCompile(`^[a-z0-9]+(-[a-z0-9]+)*$`)
 
-// Use adds parts to the trainer. Their hooks are called in the order of the arguments, after the hooks of
-// earlier parts. A part that receives events does so at its position among the callbacks, so add parts
-// before callbacks that save.
+// Use adds parts to the trainer. Their hooks are called in the order of the arguments, after the
+// hooks of earlier parts. A part that receives events does so at its position among the callbacks, so
+// parts should be added before callbacks that save.
 //
 // Before Resume, add the same parts as in the run that wrote the checkpoint.
 func (t *Trainer) Use(parts ...Part) error {
@@ -248,7 +249,7 @@ func (t *Trainer) loadParts(ctx context.Context, f *modelfile.File, run *resumed
 	}, differences, nil
 }
 
-// A CheckpointWriter takes the state of one [Part].
+// A CheckpointWriter collects the state of one [Part].
 type CheckpointWriter struct {
 	prefix  string
 	tensors []safetensors.Tensor
@@ -259,8 +260,8 @@ type CheckpointWriter struct {
 // Value adds a value that encoding/json can encode. All values of a part together may take 512 KiB.
 func (w *CheckpointWriter) Value(name string, v any) { w.values[name] = v }
 
-// Tensor adds numbers: a []float32, []float64, []int64 or []uint8 with as many elements as the shape
-// has.
+// Tensor adds numbers, given as a []float32, []float64, []int64 or []uint8 whose length matches the
+// shape.
 func (w *CheckpointWriter) Tensor(name string, shape []int, data any) error {
 	x, err := safetensors.New(w.prefix+name, shape, data)
 	if err == nil {
@@ -269,7 +270,7 @@ func (w *CheckpointWriter) Tensor(name string, shape []int, data any) error {
 	return err
 }
 
-// A CheckpointReader returns the state that a [Part] has saved.
+// A CheckpointReader returns the state saved by a [Part].
 type CheckpointReader struct {
 	ctx         context.Context
 	file        *modelfile.File
@@ -279,8 +280,8 @@ type CheckpointReader struct {
 	run         *resumedRun
 }
 
-// Value decodes a value into a variable, as encoding/json does. If the checkpoint has no such value,
-// it returns an error.
+// Value decodes a value into a variable, as encoding/json does. If the checkpoint contains no such
+// value, it returns an error.
 func (r *CheckpointReader) Value(name string, into any) error {
 	text, ok := r.values[name]
 	if !ok {
@@ -310,9 +311,8 @@ func (r *CheckpointReader) Tensors() (names []string) {
 // Config returns the configuration of the model in the checkpoint, which may have grown.
 func (r *CheckpointReader) Config() Config { return r.run.model.Config }
 
-// Differs reports that the part is set up differently from the part that was saved. Resume then
-// rejects the checkpoint with [ErrSettings], unless the differences are accepted with
-// [WithNewSettings].
+// Differs reports that the part is configured differently from the saved one. Resume then rejects the
+// checkpoint with [ErrSettings], unless the differences are accepted with [WithNewSettings].
 func (r *CheckpointReader) Differs(format string, args ...any) {
 	r.differences = append(r.differences, fmt.Sprintf("part %s: ", r.part)+fmt.Sprintf(format, args...))
 }

@@ -6,14 +6,14 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 )
 
-// Lattice describes for display where the seeds of a lattice are.
+// Lattice describes the locations of a lattice's seeds for display.
 type Lattice struct {
 	Name string          `json:"name"` // such as "block 3" or "weight"
 	Site blueprints.Site `json:"site"`
-	// Places lists the seeds' places, such as "block 3, q", unless their numbers are enough.
+	// Places lists the seeds' locations, such as "block 3, q", unless their numbers suffice.
 	Places []string `json:"places,omitempty"`
-	// Group is the number of consecutive seeds in a block; 0 if seeds belong to no block or each to a
-	// different one.
+	// Group is the number of consecutive seeds in a block. It is 0 if seeds belong to no block or
+	// each to a different one.
 	Group int `json:"group,omitempty"`
 }
 

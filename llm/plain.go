@@ -9,9 +9,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Plain returns the model as other programs know it. Blueprints fossilized at weights and in the stream
-// are merged into it, and its parameters are then copies. Plain returns an error that names the seed if
-// any other seed affects the model's output. The model must be locked.
+// Plain returns the model in the form that other programs expect. Blueprints fossilized at weights
+// and in the stream are merged into it, and its parameters are then copies. Plain returns an error
+// that names the seed if any other seed affects the model's output. The model must be locked.
 func (m *Model) Plain() (*Model, error) {
 	chunks, now := len(m.Config.Kasmina), modelState{layout: m.layout(), Params: m.Params}
 	for layer, r := range m.Kasmina.Report() {
@@ -58,7 +58,7 @@ func (m *Model) Plain() (*Model, error) {
 	})
 }
 
-// Plain returns the configuration without the settings that transformers does not know.
+// Plain returns the configuration without settings unknown to transformers.
 func (c Config) Plain() Config {
 	c.Kasmina, c.Seeds, c.Slots, c.SlotWidth, c.Depth, c.Grown = nil, 0, 0, 0, 0, nil
 	c.Weights, c.Streams, c.LoRAAlpha = nil, nil, 0

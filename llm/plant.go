@@ -13,9 +13,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// A blueprint at a weight or in the stream is planted when its seed enters Training. From then on it has
-// parameters and is part of the graph. When it is fossilized it is merged into the model. When its life
-// is over it is removed, and the model returns to its state before the graft.
+// A blueprint at a weight or in the stream is planted when its seed enters Training. From then on,
+// its parameters are part of the graph. When it is fossilized, it is merged into the model; if its
+// life ends otherwise, it is removed and the model returns to its state before the graft.
 //
 // All of this happens between two steps and for all seeds together, because each change needs a new
 // engine.
@@ -32,7 +32,7 @@ func (p *planting) none() bool {
 	return len(p.plant)+len(p.gone)+len(p.merge)+len(p.grafts) == 0
 }
 
-// asked returns the changes that the stages of the seeds require.
+// asked returns the changes required by the seeds' stages.
 func (g *growth) asked() (p planting) {
 	c := g.t.Model.layout()
 	for layer, l := range g.t.Model.Kasmina.Lattices() {
@@ -68,7 +68,7 @@ func (g *growth) asked() (p planting) {
 }
 
 // canMerge reports whether a fossilized blueprint can be merged into the model now. No block is added
-// while growth in depth may be taken back, because its order of blocks would no longer fit.
+// while growth in depth may still be undone, because its order of blocks would no longer fit.
 func (g *growth) canMerge(where blueprints.Site, kind blueprints.Kind) bool {
 	if where == blueprints.Stream {
 		depth := g.t.Model.LayerAt(blueprints.Depth)
@@ -226,8 +226,8 @@ func (g *growth) needed(p planting) (modelState, error) {
 	return g.t.driver.part(names...)
 }
 
-// attach rebuilds the engine if the set of chunk blueprints computed as graphs has changed. Seeds with a
-// graph that cannot be built are abandoned.
+// attach rebuilds the engine if the set of chunk blueprints computed as graphs has changed. Seeds
+// whose graph cannot be built are abandoned.
 func (g *growth) attach() error {
 	all := attachedTo(g.t.Model.Kasmina)
 	if slices.Equal(all, g.t.driver.attached) {
@@ -285,7 +285,7 @@ func (g *growth) siteOf(at state.Address) blueprints.Site {
 	return g.t.Model.Kasmina.Lattice(at.Layer).Site()
 }
 
-// with returns the twin after blueprints have been planted in it.
+// with returns the twin with additional blueprints planted in it.
 func (w *twin) with(plant []Planted, step int) *twin {
 	if w == nil || w.lost || len(plant) == 0 {
 		return w

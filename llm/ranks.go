@@ -16,8 +16,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// A team is the trainer's position among several ranks. For a single process, its methods exchange
-// nothing.
+// A team represents the trainer's position among several ranks. For a single process, its methods
+// exchange nothing.
 type team struct {
 	t *Trainer
 
@@ -26,8 +26,8 @@ type team struct {
 	outer  context.Context
 	cancel context.CancelCauseFunc
 
-	// meetings report whether a callback that has yet to receive the StepEnd event will have all ranks
-	// meet. They are called on the goroutine of Run; the trainer's mu guards the list.
+	// meetings report whether a callback that has yet to receive the StepEnd event will make all
+	// ranks meet. They are called on the goroutine of Run; the trainer's mu guards the list.
 	meetings []func(stepEnd Event) bool
 }
 
@@ -58,7 +58,7 @@ func agreed(e Parallel, err error) error {
 // busy declares long work outside a step until done is called.
 func (r *team) busy(what string) (done func()) { return busy(r.t.driver.engine, what) }
 
-// busy declares long work to the other ranks of an engine, if it has any.
+// busy declares long work to an engine's other ranks, if there are any.
 func busy(e Engine, what string) (done func()) {
 	if e, ok := e.(Busier); ok {
 		return e.Busy(what)
@@ -76,7 +76,7 @@ func (t *Trainer) stopAsked() error {
 	return context.Cause(t.team.outer)
 }
 
-// wishOf returns the wish to end the run for the error that caused it, or no wish for nil.
+// wishOf converts the error that stops a run to the corresponding request, or nil to no request.
 func wishOf(err error) ranks.Wish {
 	var why halted
 	switch {
@@ -138,8 +138,8 @@ func (r *team) addMeeting(ahead func(stepEnd Event) bool) {
 	r.meetings = append(r.meetings, ahead)
 }
 
-// meetingAhead reports whether a callback that has yet to receive the StepEnd event of the last step will
-// have all ranks meet.
+// meetingAhead reports whether a callback that has yet to receive the StepEnd event of the last step
+// will make all ranks meet.
 func (r *team) meetingAhead() bool {
 	r.t.mu.Lock()
 	e, meetings := r.t.last, r.meetings
@@ -301,7 +301,7 @@ func (r *team) compare() error {
 	return nil
 }
 
-// spentTime returns the duration of a step, by the clock of rank 0.
+// spentTime returns the duration of a step, measured by rank 0's clock.
 func (r *team) spentTime(began time.Time) (time.Duration, error) {
 	return shared(r.t, "time", time.Since(began))
 }
@@ -315,7 +315,7 @@ func portable(requests []pendingRequest) []ranks.Request {
 	return all
 }
 
-// requestsOf returns the requests that ranks have exchanged.
+// requestsOf converts exchanged requests back.
 func requestsOf(exchanged []ranks.Request) []Request {
 	all := make([]Request, len(exchanged))
 	for i, r := range exchanged {

@@ -13,13 +13,14 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Decision is a line in a record of growth: a command of the controller or of a person, a person's
-// request to save or to stop, or a change in the share of the budget that is visible to the run's steps.
+// Decision is a line in a record of growth. It is a command from the controller or from a person, a
+// person's request to save or to stop, or a change in the share of the budget visible to the run's
+// steps.
 //
 // Requests to save or to stop are recorded for information only. They do not affect the model, so a run
 // that replays the record does not repeat them.
 type Decision struct {
-	Step  int     `json:"step"` // number of steps made
+	Step  int     `json:"step"` // number of completed steps
 	Share float64 `json:"share"`
 	// loss averaged over the epoch's steps, for a command
 	Loss    *jsonfloat.Float `json:"loss,omitempty"`
@@ -30,11 +31,11 @@ type Decision struct {
 	Why   string `json:"why,omitempty"`   // who asked, and why
 }
 
-// Record contains all decisions of a controller and the clock in a run. A run that replays the record
-// reproduces the recorded run bit for bit; see Growth.Replay. The file may be edited; each line is a
-// [Decision]. A Record is immutable, and any goroutine may call its methods.
+// Record contains all decisions made by a controller and the clock during a run. A run that replays
+// the record reproduces the recorded run bit for bit; see Growth.Replay. The file may be edited; each
+// line is a [Decision]. A Record is immutable, and any goroutine may call its methods.
 type Record struct {
-	commands map[int][]state.Command // by number of steps made
+	commands map[int][]state.Command // by number of completed steps
 	shares   map[int]float64
 	last     int    // step
 	sum      string // checksum of its lines
@@ -46,8 +47,8 @@ func (r *Record) MarshalJSON() ([]byte, error) { return json.Marshal(r.sum) }
 // maxDecisions limits the length of a record.
 const maxDecisions = 1 << 20
 
-// ReadRecord reads the lines that Growth.Record has written. It returns an error that names the first
-// invalid line.
+// ReadRecord reads the lines written to Growth.Record. If a line is invalid, the error names the
+// first such line.
 func ReadRecord(r io.Reader) (*Record, error) {
 	if r == nil {
 		return nil, errors.New("llm: ReadRecord: the reader is nil")

@@ -2,7 +2,7 @@ package llm
 
 import "github.com/kasmina-go/kasmina/state"
 
-// Request is a request of a person or another program to a run: see llm.Trainer.Ask.
+// Request is a request to a run from a person or another program; see llm.Trainer.Ask.
 type Request struct {
 	// Commands take effect together. If one is rejected, all are.
 	Commands []state.Command `json:"commands,omitempty"`

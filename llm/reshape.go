@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// reshape brings the model's structure in line with the stages of its seeds in depth, at weights and in
-// the stream. It is called between two steps, with the model locked.
+// reshape adapts the model's structure to the stages of its seeds in depth, at weights and in the
+// stream. It is called between two steps, with the model locked.
 func (g *growth) reshape() error {
 	if err := g.reshapeDepth(); err != nil {
 		return err
@@ -23,8 +23,9 @@ func (g *growth) reshape() error {
 	return g.replant()
 }
 
-// reshapeDepth brings the model's blocks in line with the stages of the seeds in depth. From Grafting on
-// a blueprint's blocks are in the model, and a rollback restores the earlier model, moments included.
+// reshapeDepth adapts the model's blocks to the stages of the seeds in depth. From Grafting on, a
+// blueprint's blocks are part of the model, and a rollback restores the earlier model, including its
+// moments.
 func (g *growth) reshapeDepth() error {
 	m := g.t.Model
 	layer := m.LayerAt(blueprints.Depth)
@@ -91,7 +92,7 @@ func (g *growth) graft(s state.SeedReport) error {
 		return err
 	}
 
-	// A seed that was fossilized before the model could grow cannot be rolled back, so the run ends.
+	// A seed fossilized before the model could grow cannot be rolled back, so the run stops.
 	l := m.Kasmina.Lattice(m.LayerAt(blueprints.Depth))
 	if stuck := l.Transition(s.Seed, state.RolledBack); stuck != nil {
 		return errors.Join(err, stuck)
@@ -101,7 +102,7 @@ func (g *growth) graft(s state.SeedReport) error {
 	return nil
 }
 
-// growBlocks is graft without the consequences for the seed.
+// growBlocks is like graft, but without consequences for the seed.
 func (g *growth) growBlocks(grown Grown) error {
 	next := g.t.Model.layout().Grow(grown)
 	if err := g.canReshape(next); err != nil {
@@ -153,8 +154,8 @@ func (g *growth) forgetCopies(order []int) error {
 	return nil
 }
 
-// takeBack restores the model from before the blueprint of a seed in depth was grafted. The loader and
-// the step count continue from where they are.
+// takeBack restores the model from before a depth seed's blueprint was grafted. The loader and the
+// step count continue from their current positions.
 func (g *growth) takeBack(s state.SeedReport) error {
 	began, m := time.Now(), g.t.Model
 	at := state.Address{Layer: m.LayerAt(blueprints.Depth), Seed: s.Seed}
@@ -188,9 +189,9 @@ func (g *growth) takeBack(s state.SeedReport) error {
 	return nil
 }
 
-// withdraw takes back the latest grafts after a step has diverged, so that the run continues without
-// them. It returns an error, and takes nothing back, if there is nothing to take back or if one of the
-// seeds cannot be rolled back.
+// withdraw undoes the latest grafts after a step has diverged, so that the run continues without
+// them. It returns an error and changes nothing if there is nothing to undo or if one of the seeds
+// cannot be rolled back.
 func (g *growth) withdraw(cause error) error {
 	if g.twin != nil {
 		return g.giveUp(cause)

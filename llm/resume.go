@@ -18,8 +18,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// ErrSettings reports a checkpoint of a run with other settings than the trainer's. Continuing such a run
-// would not give the bits of an uninterrupted one.
+// ErrSettings reports a checkpoint of a run whose settings differ from the trainer's. Continuing such
+// a run would not reproduce an uninterrupted one bit for bit.
 var ErrSettings = errors.New("checkpoint of a run with other settings")
 
 // Resume sets the model, lattices, optimizer and loader to the state that Trainer.Save wrote to the file
@@ -30,12 +30,12 @@ var ErrSettings = errors.New("checkpoint of a run with other settings")
 // (ErrArchitecture), other data (data.ErrChanged) or other settings (ErrSettings), or is beyond
 // TrainConfig.Steps. The settings are the fields of TrainConfig that affect the result,
 // Model.KasminaOptions, the schedule, the optimizer and its options, the loader's seed, the
-// tokenizer, the engine, and how the run grows. Nothing changes either if ctx is done while the file
-// is being read.
+// tokenizer, the engine, and how the run grows. Likewise, nothing changes if ctx is done while the
+// file is being read.
 //
-// If the engine cannot take the new state, the error says so. The model and the optimizer then have the
-// file's state, which Model.Save can save, but Run, Save and Evaluate return an error until a Resume
-// succeeds.
+// If the engine cannot take over the new state, the error says so. The model and the optimizer then
+// hold the file's state, which Model.Save can still save, but Run, Save and Evaluate return an error
+// until a Resume succeeds.
 //
 // Grow may be called before or after Resume. If the run grew differently, or not at all, Resume or Run
 // returns ErrSettings.
@@ -130,7 +130,7 @@ func (t *Trainer) readRun(f *modelfile.File, r *resumption) (*resumedRun, error)
 		}
 	}
 
-	// values that the file has as null
+	// values stored as null in the file
 	run := &training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown}
 	limit := modelfile.MaxRun + l.Tensors()*modelfile.MaxRule
 	if err := f.Decode(modelfile.TrainingKey, "the state of the run", limit, run); err != nil {
@@ -159,8 +159,8 @@ func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []opt
 	return all, nil
 }
 
-// setStates sets the loss scale, the loader and the optimizer to the state that has been read. If any
-// rejects it, all are restored.
+// setStates sets the loss scale, the loader and the optimizer to the state that was read. If any of
+// them rejects it, all are restored.
 //
 // The optimizer is also tried with the state that a rollback or the end of a trial would need, so
 // that a file that cannot be continued is rejected now.
@@ -219,8 +219,8 @@ func (t *Trainer) setStates(run *resumedRun) error {
 	return nil
 }
 
-// goOn completes a Resume: it marks the trainer as the holder of the parameters that have been read, and
-// passes them to the engine. It creates a new engine if the blocks have changed.
+// goOn completes a Resume by marking the trainer as the holder of the parameters just read and
+// passing them to the engine. It creates a new engine if the blocks have changed.
 func (t *Trainer) goOn(run *training, other bool) error {
 	changed(t.Model)
 	hold(t.Model, holder{t})
@@ -303,7 +303,7 @@ func (t *Trainer) settings() *settings.Settings {
 	return s
 }
 
-// withRemedy lists differences and advises what to do about them.
+// withRemedy lists differences, with advice on how to resolve them.
 func withRemedy(differences []string) string {
 	return strings.Join(differences, "; ") +
 		": set up the trainer as that run was, or Resume with the option WithNewSettings"
@@ -328,27 +328,27 @@ func (r *resumption) tell(differences []string) {
 	}
 }
 
-// WithNewSettings accepts a checkpoint of a run with other settings, which Resume would otherwise
-// reject with ErrSettings, and continues with the trainer's settings. If settings differ and report
-// is not nil, report is called with the differences once everything is loaded. A loader with another
-// seed starts its next epoch.
+// WithNewSettings accepts a checkpoint from a run with different settings, which Resume would
+// otherwise reject with ErrSettings, and continues with the trainer's settings. If settings differ
+// and report is not nil, report is called with the differences once everything is loaded. A loader
+// with another seed starts its next epoch.
 //
-// Another tokenizer is still rejected, because its ids would mean nothing to the model. Other data
-// needs [WithNewData].
+// A different tokenizer is still rejected, because its ids would be meaningless to the model.
+// Different data requires [WithNewData].
 func WithNewSettings(report func(differences []string)) ResumeOption {
 	return func(r *resumption) { r.newSettings, r.report = true, report }
 }
 
-// Keep selects the state that a run keeps when it continues with other data. It always keeps the model
+// Keep selects the state a run keeps when it continues with different data. It always keeps the model
 // and its lattices.
 type Keep struct {
 	Optimizer bool // the optimizer state; otherwise it is reset
-	Steps     bool // the step count and the place in the schedule; otherwise the run restarts at step 0
+	Steps     bool // the step count and the position in the schedule; otherwise the run restarts at step 0
 }
 
 // WithNewData continues with the data of the trainer's loader even if the checkpoint's run had other
 // data, which Resume would otherwise reject with data.ErrChanged. The loader starts at the beginning
-// of its data, and the losses on held-out text are forgotten. WithNewData can be combined with
+// of its data, and losses on held-out text are discarded. WithNewData can be combined with
 // WithNewSettings, for example to use another schedule.
 func WithNewData(keep Keep) ResumeOption {
 	return func(r *resumption) { r.newData = &keep }

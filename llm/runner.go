@@ -74,8 +74,8 @@ func (r Runner) Next(ctx context.Context, tokens []int) (any, error) {
 }
 
 // All computes a graph with the logits of all positions of one sequence, which must have as many
-// positions as there are tokens, and returns a copy of the logits. On a cpuops.Machine it stops when ctx
-// is done.
+// positions as there are tokens, and returns a copy of the logits. On a cpuops.Machine, it stops when
+// ctx is done.
 func (r Runner) All(ctx context.Context, tokens []int) (*tensor.Dense, error) {
 	if r.Graph == nil || r.Machine == nil {
 		return nil, errNoRunner
@@ -198,7 +198,7 @@ func (g *Graph) Let(b data.Batch) error {
 	return gorgonia.Let(g.Targets, idTensor(b.Targets))
 }
 
-// letShare sets the input that has the batch's share of the loss of its step, if there is one.
+// letShare sets the input for the batch's share of its step's loss, if there is one.
 func (g *Graph) letShare(share float64) error {
 	if g.share == nil {
 		return nil
@@ -213,8 +213,8 @@ func (g *Graph) letShare(share float64) error {
 }
 
 // LetTokens feeds the tokens of one sequence to a graph, so that it computes the logits for the next
-// token. The rest of the window is filled with zeros, which a causal model does not see from the last
-// token's position.
+// token. The rest of the window is filled with zeros, which are invisible to a causal model from the
+// last token's position.
 func (g *Graph) LetTokens(tokens []int) error {
 	if g == nil || g.IDs == nil || g.Rows == nil {
 		return errNoGraph

@@ -18,7 +18,7 @@ type WeightSite struct {
 	Layer string `json:"layer"` // "q", "k", "v", "o", "gate", "up", "down" or "head"
 }
 
-// headLayer is the output layer. If it shares the embedding's table, a seed on it grows both.
+// headLayer is the output layer. If it shares its weight with the embedding, a seed on it grows both.
 const headLayer = "head"
 
 // linearLayers maps layer names to the parameters of a block that weight seeds may grow.
@@ -90,8 +90,8 @@ func (c TrainConfig) Learns(param string) bool {
 	return learning{c.Frozen, c.Tuned, c.adapted}.includes(param)
 }
 
-// checkTuned returns an error if a model has no parameters that Tuned names, or cannot leave the others
-// as they are.
+// checkTuned returns an error if a model lacks parameters named by Tuned, or cannot leave the others
+// unchanged.
 func (c TrainConfig) checkTuned(m Config) error {
 	if len(c.Tuned) == 0 {
 		return nil
@@ -120,7 +120,8 @@ func (c TrainConfig) checkTuned(m Config) error {
 	return nil
 }
 
-// checkFrozen returns an error if a model cannot be trained with the Frozen and Directed of c.
+// checkFrozen returns an error if a model cannot be trained with c's settings for Frozen and
+// Directed.
 func (c TrainConfig) checkFrozen(m Config) error {
 	if c.Frozen && (len(m.Weights)+len(m.Streams) == 0 || len(m.Kasmina) > 0 || m.Depth > 0) {
 		return fmt.Errorf("llm: TrainConfig.Frozen is set, and the model has %d seeds at Weights, %d in "+
@@ -305,7 +306,7 @@ func (c Config) SeedParams(p Planted) (all []ParamSpec, err error) {
 		}
 		for _, q := range shape.Half(attention) {
 			spec := c.blockSpec(p.Prefix(), q)
-			if spec.Closed != nil { // start without an effect on the stream
+			if spec.Closed != nil { // initially without effect on the stream
 				spec.Start, spec.Deviation = *spec.Closed, 0
 			}
 			all = append(all, spec)
@@ -328,8 +329,8 @@ func (c Config) SeedParams(p Planted) (all []ParamSpec, err error) {
 	return all, err
 }
 
-// SeedSize returns the number of elements in the parameters that a blueprint has or would have. It
-// returns an error if the blueprint cannot grow there.
+// SeedSize returns the number of elements in a blueprint's parameters, whether or not it is planted.
+// It returns an error if the blueprint cannot grow there.
 func (c Config) SeedSize(p Planted) (n int, err error) {
 	specs, err := c.SeedParams(p)
 	if err != nil {

@@ -7,29 +7,28 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// growth makes the model follow its seeds. It plants, grafts, merges and takes back blueprints between
+// growth makes the model follow its seeds. It plants, grafts, merges and removes blueprints between
 // two steps, and requests commands from a controller when an epoch of the lattices ends.
 type growth struct {
 	t       *Trainer
 	options *Growth          // nil without a controller
 	grew    *settings.Growth // of the resumed run, until Run has compared it; or nil
 	growthState
-	reshaped []Event    // Reshaped events that callbacks have not been told about yet
+	reshaped []Event    // Reshaped events not yet sent to callbacks
 	pass     state.Pass // scratch space
 }
 
 // growthState holds the state of growth that has not been decided yet.
 //
 // Its values are never modified in place. An operation that may fail prepares the next growthState
-// and assigns it once nothing can fail any more, and a copy of the structure is a copy of the whole
-// state.
+// and assigns it once nothing can fail any more. A copy of the struct is a copy of the whole state.
 type growthState struct {
 	snapshots snapshots // models to roll back to, the oldest first
 	twin      *twin     // the model without the blueprints on trial, or nil without a trial
 }
 
-// A snapshot is the model as it was before the blueprints of some seeds were grafted. It is kept
-// for as long as one of these blueprints can be rolled back.
+// A snapshot is the model from before the blueprints of certain seeds were grafted. It is kept as
+// long as one of these blueprints can be rolled back.
 //
 // Growth that other seeds complete in the meantime is applied to the snapshot as well, so that a
 // rollback undoes the growth of these seeds and nothing else.
@@ -49,7 +48,7 @@ func (s snapshots) find(seeds ...state.Address) int {
 	})
 }
 
-// without returns the snapshots that are left once the growth of some seeds has been decided.
+// without returns the snapshots that remain once the growth of some seeds has been decided.
 func (s snapshots) without(decided ...state.Address) (left snapshots) {
 	for _, b := range s {
 		b.seeds = slices.DeleteFunc(slices.Clone(b.seeds), func(at state.Address) bool {
@@ -78,8 +77,8 @@ func (s snapshots) with(m modelState, scale *LossScale, seeds ...state.Address) 
 	return append(slices.Clone(s), snapshot{branch{m.Clone(), scale}, seeds})
 }
 
-// models returns the models that decided growth is applied to as well: the snapshots' models and the
-// twin.
+// models returns the other models to which decided growth is applied, which are those of the
+// snapshots and the twin.
 func (g growthState) models() (all []modelState) {
 	for _, b := range g.snapshots {
 		all = append(all, b.modelState)

@@ -14,7 +14,7 @@ import (
 type steering struct {
 	t        *Trainer
 	requests []pendingRequest
-	open     bool // whether the run takes requests
+	open     bool // whether the run accepts requests
 	granted  int  // granted requests to save
 	savers   int  // callbacks that save
 	halt     error
@@ -40,15 +40,14 @@ var (
 	errNoSaver = errors.New("llm: the run has no Checkpoint callback to save it")
 )
 
-// Ask hands the run a request of a person or of another program. It may be called from any
-// goroutine.
+// Ask sends the run a request from a person or another program. It may be called from any goroutine.
 //
 // The request is granted after the current step and before the step's events, or after the next step.
 // If several ranks train, every rank grants the requests of all ranks between the same two steps and
 // in the same order. The channel, which need not be read, then receives nil or the reason why the
 // request was rejected. If the run ends first, the request is rejected.
 //
-// Growth.Record contains every request, with the Why of each command, so that a run which follows the
+// Growth.Record contains every request, with the Why of each command, so that a run following the
 // record receives the same commands at the same steps.
 func (t *Trainer) Ask(r Request) <-chan error {
 	done := make(chan error, 1)
@@ -69,10 +68,10 @@ func (t *Trainer) Ask(r Request) <-chan error {
 	return done
 }
 
-// Steer is Ask with nothing but commands. Callbacks receive an EpochEnd when the commands have taken
-// effect.
+// Steer is Ask with a request that contains only commands. Callbacks receive an EpochEnd when the
+// commands have taken effect.
 //
-// Commands submitted to Model.Kasmina instead are not recorded in Growth.Record.
+// Commands submitted to Model.Kasmina directly are not recorded in Growth.Record.
 func (t *Trainer) Steer(commands ...state.Command) <-chan error {
 	return t.Ask(Request{Commands: commands})
 }
@@ -89,10 +88,10 @@ func (t *Trainer) SaveSoon() error {
 	}
 }
 
-// Stop ends the run, usually after the current step. Callbacks receive Interrupted, so that a Checkpoint
-// saves, and Run returns an error that wraps [ErrStopped] and contains the reason. Several ranks all stop
-// after the same step. If Stop is called again, the first reason counts. It has no effect once the run has
-// made its last step (Event.Last).
+// Stop stops the run, usually after the current step. Callbacks receive Interrupted, so that a
+// Checkpoint saves, and Run returns an error that wraps [ErrStopped] and contains the reason. If
+// there are several ranks, all of them stop after the same step. If Stop is called again, the first
+// reason counts. It has no effect once the run has made its last step (Event.Last).
 //
 // Stop returns an error if no run is in progress, or if the run is already ending.
 func (t *Trainer) Stop(why string) error {
@@ -135,7 +134,7 @@ func (s *steering) tellNotes() error {
 	}
 }
 
-// ErrStopped is wrapped by the error of Run if [Trainer.Stop] has ended the run.
+// ErrStopped is wrapped by the error from Run if [Trainer.Stop] stopped the run.
 var ErrStopped = errors.New("the run has been stopped")
 
 // halted is the reason for stopping a run.
@@ -264,7 +263,7 @@ func (s *steering) recordRequest(r Request, err error) error {
 	return nil
 }
 
-// recordStop records why the run was stopped, if somebody stopped it.
+// recordStop records why the run was stopped, if this was requested.
 func (s *steering) recordStop() error {
 	var why halted
 	if !errors.As(s.t.stopped(), &why) {
@@ -297,8 +296,8 @@ func (s *steering) obey(commands []state.Command) error {
 }
 
 // The weights of a frozen model have no gradients during training to show where seeds are needed. The
-// trainer therefore listens before anything is planted: it computes the gradients of the weights that
-// have seeds, once, over the next batches, and then discards them and restores the loader's position.
+// trainer therefore listens before anything is planted: it computes the gradients of weights with
+// seeds once, over the next batches, then discards them and restores the loader's position.
 
 // errUnplanted is the error for a step of a frozen model without anything to train.
 var errUnplanted = errors.New("the model is frozen (TrainConfig.Frozen), and nothing is planted that " +
@@ -345,7 +344,7 @@ func (g *growth) listen() error {
 	return measureNeeds(g.t.Model.Kasmina.Lattice(layer), heard.Norms())
 }
 
-// hear returns the current gradients of the weights that have seeds.
+// hear returns the current gradients of the weights with seeds.
 func (g *growth) hear() (m heardModel, err error) {
 	if g.t.team.ranks() != nil {
 		return m, errors.New("several ranks cannot listen to a frozen model: train it with one, or " +

@@ -21,7 +21,7 @@ type EarlyStopping struct {
 // evaluations, at least 1, without lowering the best held-out loss by more than least nats per token. Run
 // then returns an error that wraps [ErrStopped].
 //
-// [Trainer.Use] adds it to the trainer; an [Evaluate] callback makes the evaluations.
+// [Trainer.Use] adds it to the trainer. The evaluations are performed by an [Evaluate] callback.
 func NewEarlyStopping(t *Trainer, patience int, least float64) (*EarlyStopping, error) {
 	switch {
 	case patience < 1:
@@ -82,8 +82,7 @@ func (s *EarlyStopping) Load(r *CheckpointReader) (install func(), err error) {
 	return func() { s.best, s.waited = bestOf(saved.Best), saved.Waited }, nil
 }
 
-// bestOf returns the best loss that a checkpoint contains, which is infinite before the first
-// evaluation.
+// bestOf returns the best loss in a checkpoint, which is infinite before the first evaluation.
 func bestOf(saved jsonfloat.Float) float64 {
 	if math.IsNaN(float64(saved)) {
 		return math.Inf(1)
@@ -91,7 +90,7 @@ func bestOf(saved jsonfloat.Float) float64 {
 	return float64(saved)
 }
 
-// A BestCheckpoint is a [Part] that saves a checkpoint whenever an evaluation has lowered the best
+// A BestCheckpoint is a [Part] that saves a checkpoint whenever an evaluation lowers the best
 // held-out loss, so that the file always holds the best step so far.
 type BestCheckpoint struct {
 	*checkpointer
@@ -102,7 +101,7 @@ type BestCheckpoint struct {
 // NewBestCheckpoint returns a part that keeps the best checkpoint of a trainer's runs in the file at
 // path. It takes the options of [Checkpoint], but InBackground has no effect. Saving emits a Saved event.
 //
-// [Trainer.Use] adds it to the trainer; an [Evaluate] callback makes the evaluations.
+// [Trainer.Use] adds it to the trainer. The evaluations are performed by an [Evaluate] callback.
 func NewBestCheckpoint(t *Trainer, path string, opts ...CheckpointOption) (*BestCheckpoint, error) {
 	c := &checkpointer{t: t, path: path, write: saveWhole}
 	for _, opt := range opts {
@@ -129,15 +128,15 @@ func (b *BestCheckpoint) Receive(e Event) error {
 	case RunEnd:
 		return b.end()
 	case EvalEnd:
-		// Ranks meet after every evaluation, because a rank whose callback has failed before it cannot
-		// know its result.
+		// Ranks meet after every evaluation, because a rank whose callback failed earlier cannot know
+		// the result.
 		if err := b.t.meet(); err != nil {
 			return err
 		}
 		b.seen = e.Step
 
 		if e.ValLoss < b.best {
-			b.best = e.ValLoss // before saving: the checkpoint contains it
+			b.best = e.ValLoss // before saving, because the checkpoint contains it
 			return b.save(e.Step)
 		}
 	}

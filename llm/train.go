@@ -18,7 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// ErrArchitecture reports a checkpoint with a different architecture than the model that it is loaded
+// ErrArchitecture reports a checkpoint whose architecture differs from that of the model it is loaded
 // into.
 var ErrArchitecture = modelfile.ErrArchitecture
 
@@ -29,8 +29,8 @@ var ErrDiverged = modelfile.ErrDiverged
 
 // TrainConfig configures the training of a model.
 type TrainConfig struct {
-	// number of optimizer steps, counted from the model's first, after which the run ends; with a Budget,
-	// 0 means no limit
+	// number of optimizer steps, counted from the model's first, after which the run stops; with a
+	// Budget, 0 means no limit
 	Steps      int
 	Batch      int            // sequences in a batch
 	Accumulate int            // batches in a step, which uses their mean gradient; 0 means 1
@@ -41,23 +41,24 @@ type TrainConfig struct {
 	Epoch     int  // steps in an epoch of the Kasmina lattices; 0 means 10
 	Recompute bool // save memory by recomputing each block for its gradient
 
-	// Frozen restricts training to the blueprints planted at Config.Weights and in Config.Streams. The
-	// model's own parameters keep their bits until a blueprint is merged into them.
+	// Frozen restricts training to the blueprints planted at Config.Weights and in Config.Streams.
+	// The model's own parameters remain unchanged, bit for bit, until a blueprint is merged into
+	// them.
 	Frozen bool
 	// Directed initializes the rows of A in a LoRA with the right singular vectors of its weight's
 	// gradient that have the largest singular values, instead of random values. It requires Frozen.
 	Directed bool
 
-	// Tuned names the parameters that learn, with the wildcards of [path.Match]. All others keep their
-	// bits, and have no gradients and no optimizer state. If Tuned is empty, all parameters learn, or
-	// those of the adapters if the model has any; these learn in any case. [Config.LastBlocks] names
-	// those of the last blocks.
+	// Tuned names the parameters that learn, with the wildcards of [path.Match]. All others remain
+	// unchanged, bit for bit, and need neither gradients nor optimizer state. If Tuned is empty, all
+	// parameters learn or, if the model has adapters, only those of the adapters, which learn in any
+	// case. [Config.LastBlocks] names the parameters of the last blocks.
 	Tuned []string
 
 	// Budget, unless zero, stops the run after the step that exhausts it.
 	Budget Budget
-	// Annealing multiplies the learning rate of Schedule by a factor that depends on the spent share of
-	// the Budget, which is required; nil means 1.
+	// Annealing multiplies the learning rate of Schedule by a factor that depends on the spent share
+	// of the Budget, which must be set; nil means 1.
 	Annealing optim.Annealing
 
 	// Engine creates the engine that computes the steps; nil selects the CPU. It receives the TrainConfig
@@ -65,8 +66,8 @@ type TrainConfig struct {
 	// that wait for a step, such as Save.
 	Engine func(*Model, optim.Optimizer, TrainConfig) (Engine, error)
 
-	// Notes holds information that the program needs to resume the run, up to 256 KiB. Every checkpoint
-	// contains the notes, and ReadNotes returns them.
+	// Notes holds up to 256 KiB of information that the program needs to resume the run. Every
+	// checkpoint contains the notes, which ReadNotes returns.
 	Notes map[string]string
 
 	listen  []string // parameters with gradients that the engine must report instead of updating
@@ -170,9 +171,9 @@ type progress struct {
 	summed   int         // number of steps in that sum
 }
 
-// NewTrainer returns a trainer at step 0. The loader's sequences must have the model's length, and its
-// tokens must be in the model's vocabulary. Several trainers of the same model may be used alternately:
-// each continues from the model's current state.
+// NewTrainer returns a trainer at step 0. The loader's sequences must have the model's length, and
+// its tokens must be in the model's vocabulary. Several trainers of the same model may be used
+// alternately, in which case each continues from the model's current state.
 func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer, error) {
 	switch {
 	case m == nil:
@@ -241,16 +242,16 @@ func isNil(e Engine) bool {
 	return !v.IsValid() || v.Kind() == reflect.Pointer && v.IsNil()
 }
 
-// On adds callbacks. They are called in the order of their addition, starting with the next event. A
-// callback that changes the model or its lattices must come before any callback that saves, or a resumed
-// run would miss the last change.
+// On adds callbacks. They are called in the order in which they were added, starting with the next
+// event. A callback that changes the model or its lattices must come before any callback that saves,
+// because otherwise a resumed run would miss the last change.
 func (t *Trainer) On(callbacks ...Callback) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.callbacks = append(t.callbacks, callbacks...)
 }
 
-// Step returns the number of optimizer steps that the model has made.
+// Step returns the number of optimizer steps the model has been trained for.
 func (t *Trainer) Step() int { return t.Last().Step }
 
 // Last returns the latest event, with the latest values of the run.
@@ -268,7 +269,7 @@ func (t *Trainer) note(set func(*Event)) {
 }
 
 // Close frees the machines and copies the trained parameters back to the model. The trainer can no
-// longer be used, and a run in progress ends before its next step. When the last trainer of a model
+// longer be used, and a run in progress stops before its next step. When the last trainer of a model
 // is closed, waiting commands are rejected with state.ErrClosed.
 func (t *Trainer) Close() error {
 	defer take(t.Model)()
@@ -391,7 +392,7 @@ func (t *Trainer) Run(ctx context.Context) error {
 	defer t.end()
 
 	err := t.team.settleInTurn()
-	if started := t.emit(RunStart, nil); err == nil { // RunStart is told in any case, as RunEnd is
+	if started := t.emit(RunStart, nil); err == nil { // RunStart is emitted in any case, like RunEnd
 		err = started
 	} else {
 		err = errors.Join(err, started)
@@ -547,7 +548,7 @@ func (t *Trainer) stopped() error {
 }
 
 // errTakenBack is the result of a step that diverged and was undone. The growth that caused the
-// divergence has been taken back, and the run continues.
+// divergence has been undone, and the run continues.
 var errTakenBack = errors.New("the model's growth has been taken back")
 
 // errBetweenBatches is the result of a step that was canceled before all of its batches were computed.
@@ -555,9 +556,9 @@ var errBetweenBatches = errors.New("the context was canceled between two batches
 
 // step computes the gradients of one optimizer step and applies them.
 //
-// A step that fails before its update changes nothing, except for growth that was completed before
-// its first batch: the model has grown then, and the next attempt starts from there. If a step fails
-// during or after its update, the trainer is corrupted or its step incomplete: see condition.
+// A step that fails before its update changes nothing, except that growth completed before its first
+// batch remains, and the next attempt starts from there. If a step fails during or after its update,
+// the trainer is unsound or its step incomplete; see condition.
 func (t *Trainer) step() error {
 	defer takeToChange(t.Model)()
 	began := time.Now()
@@ -623,7 +624,7 @@ func (t *Trainer) step() error {
 	return nil
 }
 
-// settleGrowth brings the model in line with the stages of its seeds, before a step.
+// settleGrowth adapts the model to the stages of its seeds before a step.
 func (g *growth) settleGrowth() error {
 	if err := g.tryOut(); err != nil {
 		return fmt.Errorf("llm: the trial of blueprints: %w", err)
@@ -637,8 +638,8 @@ func (g *growth) settleGrowth() error {
 		return fmt.Errorf("llm: the model's growth: %w", err)
 	}
 
-	// A blueprint that has just been planted may be on trial already, and if planting or grafting has
-	// failed, a trial may be over.
+	// A newly planted blueprint may already be on trial, and if planting or grafting failed, a trial
+	// may be over.
 	if err := g.tryOut(); err != nil {
 		return fmt.Errorf("llm: the trial of blueprints: %w", err)
 	}

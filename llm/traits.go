@@ -25,12 +25,12 @@ type Traits struct {
 	QKNorm bool `json:"qk_norm,omitempty"`
 	// NormPlusOne makes every RMSNorm scale by 1 + weight, as Gemma does. Weights then start at 0.
 	NormPlusOne bool `json:"norm_plus_one,omitempty"`
-	// PostNorms normalizes the outputs of attention and perceptron before they are added to the residual
+	// PostNorms normalizes the outputs of attention and MLP before they are added to the residual
 	// stream, as Gemma does.
 	PostNorms bool `json:"post_norms,omitempty"`
-	// GELU replaces SiLU in the gate of the perceptron, in its tanh approximation.
+	// GELU replaces SiLU in the gate of the MLP with the tanh approximation of GELU.
 	GELU bool `json:"gelu,omitempty"`
-	// PlainMLP omits the perceptron's gate, as GPT-2 does: down(gelu(up(x))). It needs GELU.
+	// PlainMLP omits the gate of the MLP, as GPT-2 does: down(gelu(up(x))). It requires GELU.
 	PlainMLP bool `json:"plain_mlp,omitempty"`
 	// OutBias adds a bias to the output layer of attention, and MLPBias to both layers of a PlainMLP,
 	// as GPT-2 does.
@@ -39,16 +39,17 @@ type Traits struct {
 	// LayerNorm uses layer norms, with biases, instead of RMSNorm, as GPT-2 does.
 	LayerNorm bool `json:"layer_norm,omitempty"`
 	// WideQKNorm normalizes all heads of queries together, and all heads of keys, as OLMo 2 does. It
-	// needs QKNorm.
+	// requires QKNorm.
 	WideQKNorm bool `json:"wide_qk_norm,omitempty"`
-	// NoPreNorms makes attention and perceptron read the residual stream without a norm, as OLMo 2 does.
-	// It needs PostNorms.
+	// NoPreNorms makes attention and MLP read the residual stream without a norm, as OLMo 2 does. It
+	// requires PostNorms.
 	NoPreNorms bool `json:"no_pre_norms,omitempty"`
-	// Positions, if not 0, is the number of learned position vectors that are added to the embeddings, as
-	// in GPT-2. Seq is then at most Positions. Such models usually have blocks with NoRoPE.
+	// Positions, if not 0, is the number of learned position embeddings, which are added to the token
+	// embeddings as in GPT-2. Seq is then at most Positions. Such models usually set NoRoPE in their
+	// blocks.
 	Positions int `json:"positions,omitempty"`
-	// EmbedScale is a factor applied to embeddings, but not to an output layer that shares their table; 0
-	// means 1. Gemma uses sqrt(Dim).
+	// EmbedScale is a factor applied to embeddings, but not to an output layer that shares their
+	// weights; 0 means 1. Gemma uses sqrt(Dim).
 	EmbedScale float64 `json:"embed_scale,omitempty"`
 	// Blocks holds the attention settings of individual blocks as a repeating pattern: block i uses
 	// Blocks[i mod len(Blocks)]. It has at most Layers entries; if it is empty, all blocks are alike.
@@ -57,7 +58,7 @@ type Traits struct {
 
 // Block holds the attention settings of a block. The zero value is Llama 2's.
 type Block struct {
-	// Window is the number of positions that a token attends to, including its own; 0 means all.
+	// Window is the number of positions a token attends to, including its own; 0 means all.
 	Window int `json:"window,omitempty"`
 	// NoRoPE disables the rotation of queries and keys by their positions.
 	NoRoPE bool `json:"no_rope,omitempty"`
@@ -239,7 +240,7 @@ func reorderedBlocks(all []Block, order []int) []Block {
 	return blockPattern(next)
 }
 
-// restoredBlocks reverses reorderedBlocks: it returns the settings that the blocks had before they were
+// restoredBlocks reverses reorderedBlocks, returning the settings of the blocks before they were
 // reordered.
 func restoredBlocks(all []Block, order []int) []Block {
 	if all == nil {

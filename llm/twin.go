@@ -20,19 +20,20 @@ type branch struct {
 	scale      *LossScale
 }
 
-// A twin is the model without the blueprints that are on trial.
+// A twin is the model without the blueprints on trial.
 //
-// It starts as a copy, just before the first of these blueprints is blended in, and makes the same steps
-// on the same batches. The difference between the two is therefore the effect of the blueprints, even as
-// the model adapts to them. When the blueprints are given up, the twin takes the model's place.
+// It starts as a copy, just before the first of these blueprints is blended in, and makes the same
+// steps on the same batches. The difference between the two is therefore the effect of the
+// blueprints, even as the model adapts to them. When the blueprints are given up, the twin replaces
+// the model.
 //
-// Its steps are made in one go, before a comparison. A twin is never modified in place: see
-// growthState.
+// All its outstanding steps are made together, before a comparison. A twin is never modified in
+// place; see growthState.
 type twin struct {
 	branch
 	trial  []state.Address
-	loader data.LoaderState // position of the first batch that the twin has yet to train on
-	rates  []float64        // learning rates of the steps that the twin has yet to make
+	loader data.LoaderState // position of the twin's next batch
+	rates  []float64        // learning rates of the twin's outstanding steps
 	lost   bool             // the twin has diverged and makes no more steps
 	sum    float64          // of the model's gradient norms over those steps
 
@@ -40,7 +41,7 @@ type twin struct {
 	norm, without float64
 }
 
-// owing returns the twin with one more step to make, after the model has made that step.
+// owing returns the twin with one more outstanding step, which the model has just made.
 func (w *twin) owing(rate, norm float64) *twin {
 	if w == nil || w.lost {
 		return w
@@ -50,9 +51,9 @@ func (w *twin) owing(rate, norm float64) *twin {
 	return &next
 }
 
-// tryOut starts, changes or ends a trial, according to the stages of the seeds. A blueprint is on trial
-// from Grafting until it is fossilized or its life is over. tryOut is called between two steps, with the
-// model locked. Seeds in depth are judged by the run's curve instead: see reshape.
+// tryOut starts, changes or ends a trial, according to the stages of the seeds. A blueprint is on
+// trial from Grafting until it is fossilized or its life ends. tryOut is called between two steps,
+// with the model locked. Seeds in depth are judged by the run's curve instead: see reshape.
 func (g *growth) tryOut() error {
 	if !g.triesOut() {
 		return nil
@@ -77,7 +78,7 @@ func (g *growth) tryOut() error {
 	}
 	switch {
 	case slices.ContainsFunc(g.twin.trial, fossilized):
-		// The twin lacks a blueprint that has become a part of the model.
+		// The twin lacks a blueprint that has become part of the model.
 		g.twin = nil
 		return g.tryOut()
 	case len(grafted) == 0:
@@ -145,7 +146,8 @@ func (g *growth) enter(b branch) error {
 	return nil
 }
 
-// errNotTaken marks an error of enter after which the host has the branch but the engine does not.
+// errNotTaken marks an error from enter after which the host holds the branch but the engine does
+// not.
 var errNotTaken = errors.New("the engine has not taken the parameters")
 
 // suspend copies everything that training steps change and returns a function that restores it. If
@@ -178,8 +180,9 @@ func (g *growth) suspend() (restore func() error, err error) {
 	}, nil
 }
 
-// catchUp makes the steps that the twin owes, and returns its losses on the validation text, or a single
-// infinite loss if it has diverged. Everything else is restored afterwards, also after an error.
+// catchUp makes the twin's outstanding steps, and returns its losses on the validation text, or a
+// single infinite loss if it has diverged. Everything else is restored afterwards, even after an
+// error.
 func (g *growth) catchUp() (losses []float64, err error) {
 	restore, err := g.suspend()
 	if err != nil {
@@ -200,7 +203,7 @@ func (g *growth) catchUp() (losses []float64, err error) {
 	return losses, nil
 }
 
-// train makes the steps that the twin owes. It loads the twin in the model's place.
+// train makes the twin's outstanding steps, with the twin loaded in place of the model.
 func (g *growth) train(w *twin) (losses []float64, err error) {
 	for _, s := range w.trial {
 		if err := g.t.Model.Kasmina.Lattice(s.Layer).Mute(s.Seed, true); err != nil {
@@ -250,8 +253,8 @@ func (g *growth) train(w *twin) (losses []float64, err error) {
 	return losses, err
 }
 
-// adopt ends a trial without remaining blueprints: the twin takes the model's place. A twin that has
-// diverged is dropped, and the model continues without the blueprints.
+// adopt ends a trial without remaining blueprints by replacing the model with the twin. A twin that
+// has diverged is dropped, and the model continues without the blueprints.
 func (g *growth) adopt() error {
 	began := time.Now()
 	if len(g.twin.rates) > 0 {

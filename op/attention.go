@@ -26,11 +26,11 @@ type AttentionConfig struct {
 	Heads   int     // query heads
 	KVHeads int     // key-value heads, a divisor of Heads; 0 means Heads
 	HeadDim int     // features of a head
-	Causal  bool    // a position attends to itself and to earlier positions only
+	Causal  bool    // a position attends only to itself and earlier positions
 	Scale   float64 // factor on the scores; 0 means 1/sqrt(HeadDim)
-	// Window is the number of positions that a query of a causal attention attends to, its own
-	// included; 0 means all. Tiles of keys that lie completely outside the window take no time.
-	// (Beltagy et al., "Longformer: The Long-Document Transformer", 2020.)
+	// Window is the number of positions that a query of a causal attention attends to, including its
+	// own; 0 means all. Tiles of keys that lie completely outside the window are skipped. (Beltagy et
+	// al., "Longformer: The Long-Document Transformer", 2020.)
 	Window int
 }
 
@@ -39,7 +39,7 @@ type AttentionOp struct {
 	opbase.Base
 	Config AttentionConfig // with defaults filled in
 
-	// two numbers for each query and head, used again by the backward op
+	// two numbers per query and head, reused by the backward op
 	normalizers opbase.Aux
 }
 
@@ -50,21 +50,20 @@ type AttentionOp struct {
 // q and y are [B·Seq, Heads·HeadDim], and k and v are [B·Seq, KVHeads·HeadDim]. All are float32 or
 // all are float64. Query head h uses key-value head h/(Heads/KVHeads) (grouped-query attention;
 // Ainslie et al., "GQA", 2023). Scores are computed one tile at a time with an online softmax, so
-// memory grows with Seq and not with its square (Dao et al., "FlashAttention", 2022).
+// memory grows with Seq rather than with its square (Dao et al., "FlashAttention", 2022).
 func Attention(q, k, v *gorgonia.Node, c AttentionConfig) (*gorgonia.Node, error) {
 	return attend("Attention", gorgonia.Nodes{q, k, v}, c)
 }
 
-// DocumentAttention is a causal [Attention] for sequences that contain several documents, one after
-// another, which do not attend to each other. The query at position i of a sequence attends to the
-// keys at positions starts[i] ≤ j ≤ i, where starts[i] is the position of the first token of token
-// i's document.
+// DocumentAttention is a causal [Attention] for sequences of several consecutive documents that do
+// not attend to each other. The query at position i of a sequence attends to the keys at positions
+// starts[i] ≤ j ≤ i, where starts[i] is the position of the first token of token i's document.
 //
-// starts is [B·Seq] of type int, with one entry for each row of q. Positions count from 0 in each
-// sequence. Within a sequence starts must not decrease, and 0 ≤ starts[i] ≤ i. The run returns an
-// error otherwise. starts has no gradient. Tiles of keys that lie completely before the documents
-// of their queries take no time. A preceding [RoPE] may count positions through the whole sequence,
-// because scores depend only on the distance between query and key.
+// starts is [B·Seq] of type int, with one entry per row of q. Positions count from 0 in each
+// sequence. Within a sequence, starts must not decrease and must satisfy 0 ≤ starts[i] ≤ i; otherwise
+// the run returns an error. starts has no gradient. Tiles of keys that lie completely before the
+// documents of their queries are skipped. A preceding [RoPE] may count positions through the whole
+// sequence, because scores depend only on the distance between query and key.
 func DocumentAttention(q, k, v, starts *gorgonia.Node, c AttentionConfig) (*gorgonia.Node, error) {
 	return attend("DocumentAttention", gorgonia.Nodes{q, k, v, starts}, c)
 }
@@ -158,8 +157,8 @@ func (c AttentionConfig) check() error {
 	return nil
 }
 
-// Documents reports whether [DocumentAttention] made the op. Its fourth input then holds the start
-// positions of the documents.
+// Documents reports whether the op was created by [DocumentAttention], in which case its fourth input
+// holds the start positions of the documents.
 func (o *AttentionOp) Documents() bool { return o.Arity() > 3 }
 
 // shape returns the geometry of the attention, including the starts of documents if they are an

@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// Replayer is an op that records its runs, for example as telemetry. [autodiff.Recompute] computes
-// a part of a graph a second time for its gradient, and runs the op's replay there. The replay
+// Replayer is an op that records its runs, for example as telemetry. When [autodiff.Recompute]
+// computes part of a graph a second time for its gradient, it runs the op's replay instead, which
 // performs the same arithmetic from the same record and adds nothing to it.
 //
 // [autodiff.Recompute]: https://pkg.go.dev/github.com/kasmina-go/kasmina/autodiff#Recompute
@@ -20,13 +20,14 @@ type Replayer interface {
 	Replay() gorgonia.Op
 }
 
-// arg is an argument of a constructor with the name it has in the documentation.
+// arg is a constructor's argument with its name in the documentation.
 type arg struct {
 	name string
 	node *gorgonia.Node
 }
 
-// checkFloats returns an error unless all arguments are nodes of one graph and of one float type.
+// checkFloats returns an error unless all arguments are nodes of the same graph and of the same float
+// type.
 func checkFloats(op string, args ...arg) error {
 	if err := checkGraph(op, args...); err != nil {
 		return err
@@ -46,7 +47,7 @@ func checkFloats(op string, args ...arg) error {
 	return nil
 }
 
-// checkGraph returns an error unless all arguments are nodes of one graph.
+// checkGraph returns an error unless all arguments are nodes of the same graph.
 func checkGraph(op string, args ...arg) error {
 	for _, a := range args {
 		if a.node == nil {
@@ -77,8 +78,8 @@ func checkDims(op string, a arg, dims int, want string) error {
 	return nil
 }
 
-// checkShape returns an error unless a has the given shape. because is the reason for that shape and
-// becomes the last part of the error.
+// checkShape returns an error unless a has the given shape. because gives the reason for that shape,
+// and becomes the last part of the error.
 func checkShape(op string, a arg, because string, want ...int) error {
 	if got := a.node.Shape(); !slices.Equal(got, want) {
 		return fmt.Errorf("op.%s: %s has shape %v, want %v: %s", op, a.name, got,
@@ -87,8 +88,8 @@ func checkShape(op string, a arg, because string, want ...int) error {
 	return nil
 }
 
-// checkInts returns an error unless a is a vector of n ints, one for each row. A negative n accepts
-// any length.
+// checkInts returns an error unless a is a vector of n ints, one per row. A negative n accepts any
+// length.
 func checkInts(op string, a arg, n int, because string) error {
 	if dt := a.node.Dtype(); dt != tensor.Int {
 		return fmt.Errorf("op.%s: %s is of type %v, want int", op, a.name, dt)
@@ -99,8 +100,8 @@ func checkInts(op string, a arg, n int, because string) error {
 	return checkShape(op, a, because, n)
 }
 
-// backward applies the backward op b, which differentiates forward, and returns one node for each
-// gradient. in are the inputs of b. Its packed result holds the gradients of the first n inputs.
+// backward applies the backward op b, which differentiates forward, and returns one node per
+// gradient. in holds the inputs of b. Its packed result holds the gradients of the first n inputs.
 func backward[O gorgonia.Op](base *opbase.Base, b O, name string, forward gorgonia.Op,
 	in gorgonia.Nodes, n int,
 	f32 opbase.Kernel[O, float32], f64 opbase.Kernel[O, float64]) (gorgonia.Nodes, error) {

@@ -19,14 +19,14 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// ErrNoTargets is wrapped by the error of a cross-entropy when no row of the batch has a target of
-// at least 0. The mean is then undefined.
+// ErrNoTargets is wrapped by the error of a cross-entropy if no row of the batch has a target of at
+// least 0, because the mean is then undefined.
 var ErrNoTargets = errors.New("no row has a target")
 
 // CrossEntropyOp is the op that [CrossEntropy] applies.
 type CrossEntropyOp struct {
 	opbase.Base
-	normalizers opbase.Aux // two numbers for each row, used again by the backward op
+	normalizers opbase.Aux // two numbers per row, reused by the backward op
 }
 
 // CrossEntropy computes the mean negative log-likelihood of the targets under softmax(logits), in
@@ -35,8 +35,8 @@ type CrossEntropyOp struct {
 //	loss = mean over rows r with targets[r] ≥ 0 of  log Σ_v exp(logits[r, v]) − logits[r, targets[r]]
 //
 // logits is [rows, V] of float32 or float64, targets is [rows] of type int, and loss is a scalar.
-// Rows with a negative target are ignored. The run returns an error if a target is V or more, or if
-// no row has a target ([ErrNoTargets]).
+// Rows with a negative target are ignored. The run returns an error if a target is V or greater, or
+// if no row has a target ([ErrNoTargets]).
 func CrossEntropy(logits, targets *gorgonia.Node) (*gorgonia.Node, error) {
 	const name = "CrossEntropy"
 	al, at := arg{"logits", logits}, arg{"targets", targets}
@@ -65,8 +65,8 @@ func CrossEntropy(logits, targets *gorgonia.Node) (*gorgonia.Node, error) {
 	return gorgonia.ApplyOp(o, logits, targets)
 }
 
-// checkTargets returns an error unless at least one row has a target and all targets are below the
-// vocabulary size v.
+// checkTargets returns an error unless at least one row has a target and all targets are less than
+// the vocabulary size v.
 func checkTargets(targets []int, v int) error {
 	if err := opbase.CheckIDs("targets", targets, v, true); err != nil {
 		return err

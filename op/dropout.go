@@ -24,16 +24,16 @@ type DropoutOp struct {
 	Salt uint64
 }
 
-// Dropout sets each element to 0 with probability p and scales all other elements such that the mean is
+// Dropout sets each element to 0 with probability p and scales all other elements so that the mean is
 // preserved:
 //
 //	y = x ⊙ mask/(1−p)
 //
-// x and y are float32 or float64 tensors of one shape, and p is at least 0 and less than 1. key is [1]
-// of type int. The mask is a function of the key, the salt, p and the element's index, so that a run
-// that is resumed or recomputed draws the same masks. Ops of a graph need different salts, and steps
-// different keys. (Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from
-// Overfitting", 2014.)
+// x and y are float32 or float64 tensors of the same shape, and p is at least 0 and less than 1. key
+// is [1] of type int. The mask is a function of the key, the salt, p and the element's index, so that
+// resuming or recomputing a run draws the same masks. Use a different salt for each op in a graph,
+// and a different key for each step. (Srivastava et al., "Dropout: A Simple Way to Prevent Neural
+// Networks from Overfitting", 2014.)
 func Dropout(x, key *gorgonia.Node, p float64, salt uint64) (*gorgonia.Node, error) {
 	const name = "Dropout"
 	ax, ak := arg{"x", x}, arg{"key", key}
@@ -56,7 +56,7 @@ func Dropout(x, key *gorgonia.Node, p float64, salt uint64) (*gorgonia.Node, err
 	return applyDropout(name, x, key, p, salt, nil)
 }
 
-// applyDropout adds the op. If it is the gradient of another one, forward is that.
+// applyDropout adds the op. If it computes the gradient of another dropout, forward is the latter.
 func applyDropout(name string, x, key *gorgonia.Node, p float64, salt uint64,
 	forward gorgonia.Op) (*gorgonia.Node, error) {
 	o := &DropoutOp{P: p, Salt: salt}
@@ -79,7 +79,7 @@ func dropout[T cpu.Float](o *DropoutOp, y []T, in opbase.Args) error {
 // DiffWRT reports that the op is differentiable in x.
 func (o *DropoutOp) DiffWRT(int) []bool { return []bool{true, false} }
 
-// SymDiff returns the gradient of x, which has the mask of x.
+// SymDiff returns the gradient of x, to which the same mask is applied.
 func (o *DropoutOp) SymDiff(in gorgonia.Nodes, output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
 		return nil, err

@@ -26,7 +26,7 @@ type EmbeddingOp struct{ opbase.Base }
 //	y[r] = table[ids[r]]
 //
 // ids is [rows] of type int, table is [V, D] of float32 or float64, and y is [rows, D]. The run
-// returns an error if an id is outside [0, V). The gradient of the table is dense. ids have no
+// returns an error if an id is outside [0, V). The gradient of the table is dense. ids has no
 // gradient.
 func Embedding(ids, table *gorgonia.Node) (*gorgonia.Node, error) {
 	const name = "Embedding"

@@ -17,12 +17,12 @@ import (
 // GELUOp is the op that [GELU] applies.
 type GELUOp struct{ opbase.Base }
 
-// GELU applies the Gaussian error linear unit to every element, in its approximation by tanh:
+// GELU applies the Gaussian error linear unit, in its tanh approximation, to every element:
 //
 //	y = x/2·(1 + tanh(√(2/π)·(x + 0.044715·x³)))
 //
-// x and y are [rows, D], float32 or float64. [GELUMLP] is a gated perceptron with this function. (Hendrycks
-// and Gimpel, "Gaussian Error Linear Units", 2016.)
+// x and y are [rows, D], float32 or float64. [GELUMLP] is a gated MLP with this activation function.
+// (Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.)
 func GELU(x *gorgonia.Node) (*gorgonia.Node, error) {
 	const name = "GELU"
 	ax := arg{"x", x}

@@ -22,28 +22,28 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// ErrNonFinite is wrapped by the error of a run when a Kasmina layer made with [StopOnNonFinite]
-// finds NaN or Inf. Errors of Gorgonia's own machines must first pass through [RunError].
+// ErrNonFinite is wrapped by the error of a run if a Kasmina layer with the option [StopOnNonFinite]
+// encounters NaN or Inf. Errors from Gorgonia's own machines must first pass through [RunError].
 var ErrNonFinite = errors.New("NaN or Inf")
 
-// ErrBlueprint is blueprints.ErrPanic. The error of a run wraps it when a function of a registered
-// blueprint panicked. The error names the seed and the kind, and includes the stack. Errors of
-// Gorgonia's own machines must first pass through [RunError].
+// ErrBlueprint is blueprints.ErrPanic. It is wrapped by the error of a run if a function of a
+// registered blueprint panicked. The error names the seed and the kind, and includes the stack.
+// Errors from Gorgonia's own machines must first pass through [RunError].
 var ErrBlueprint = blueprints.ErrPanic
 
 // Stability selects how a [Kasmina] layer treats extreme inputs of active seeds.
 type Stability uint8
 
 const (
-	// Adaptive scales a chunk row with a magnitude above 10⁶ down by a power of two, evaluates the row,
-	// and scales the result up again, so that intermediate results do not overflow. It computes the same
-	// function as Fast.
+	// Adaptive scales chunk rows with magnitudes above 10⁶ down by a power of two, evaluates them,
+	// and scales the result back up, so that intermediate results do not overflow. It computes the
+	// same function as Fast.
 	Adaptive = Stability(seed.Adaptive)
 	// Fast computes the formulas without changes.
 	Fast = Stability(seed.Fast)
-	// Strict replaces x by 0 where |x| < ε, for the blend and the transform. It also clamps x to
-	// mean ± 6σ of the seed's input in the previous pass with telemetry. Where this changes x, no
-	// gradient passes. Where x is 0 already, the gradient passes.
+	// Strict replaces x by 0 where |x| < ε, for the blend and the transform. It also clamps x to mean
+	// ± 6σ of the seed's input in the previous pass with telemetry. No gradient passes where this
+	// changes x, but it does pass where x is already 0.
 	Strict = Stability(seed.Strict)
 )
 
@@ -63,7 +63,7 @@ func (s Stability) MarshalText() ([]byte, error) {
 	return []byte(s.String()), nil
 }
 
-// UnmarshalText implements encoding.TextUnmarshaler. It returns an error unless name is the name of a
+// UnmarshalText implements encoding.TextUnmarshaler. It returns an error if name is not the name of a
 // mode.
 func (s *Stability) UnmarshalText(name []byte) error {
 	i := slices.Index(stabilityNames[:], string(name))
@@ -74,15 +74,15 @@ func (s *Stability) UnmarshalText(name []byte) error {
 	return nil
 }
 
-// KasminaConfig holds the settings that the options of [Kasmina] make.
+// KasminaConfig holds the settings made by the options of [Kasmina].
 type KasminaConfig struct {
 	Stability       Stability
 	Epsilon         float64
-	GradClip        float64 // largest norm of a row's gradient for each seed; 0 for no limit
+	GradClip        float64 // maximum norm of a row's gradient for each seed; 0 for no limit
 	AdaptiveClip    float64 // limits these norms to running mean + AdaptiveClip·σ; 0 for no limit
 	StopOnNonFinite bool
 	NoTelemetry     bool
-	Graphs          []int // seeds with blueprints that the graph around the layer computes
+	Graphs          []int // seeds whose blueprints are computed by the surrounding graph
 }
 
 // KasminaOption configures a [Kasmina] layer.
@@ -99,8 +99,8 @@ func WithStability(s Stability) KasminaOption {
 	}
 }
 
-// WithEpsilon sets ε. An activation of magnitude below ε counts as dead. ε also keeps denominators away
-// from 0. The default is 1e-8.
+// WithEpsilon sets ε. Activations with magnitudes below ε count as dead, and ε also keeps
+// denominators away from 0. The default is 1e-8.
 func WithEpsilon(eps float64) KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.Epsilon = eps
@@ -117,9 +117,9 @@ func WithGradClip(limit float64) KasminaOption {
 	}
 }
 
-// WithAdaptiveGradClip clips like [WithGradClip] with limit = mean + deviations·σ. mean and σ are
-// taken over the norms of the seed's gradient in the rows of all passes with telemetry so far. The
-// first pass is not clipped.
+// WithAdaptiveGradClip clips like [WithGradClip] with limit = mean + deviations·σ, where mean and σ
+// are taken over the norms of the seed's gradient in the rows of all passes with telemetry so far.
+// The first pass is not clipped.
 func WithAdaptiveGradClip(deviations float64) KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.AdaptiveClip = deviations
@@ -127,13 +127,13 @@ func WithAdaptiveGradClip(deviations float64) KasminaOption {
 	}
 }
 
-// StopOnNonFinite makes a run return an error that wraps [ErrNonFinite] and names the seed when x
-// or the output's gradient contains NaN or Inf. Without this option such values are only counted
-// and reported (see [state.SeedReport]).
+// StopOnNonFinite makes a run return an error that wraps [ErrNonFinite] and names the seed when x or
+// the output's gradient contains NaN or Inf. Without this option, such values are only counted and
+// reported (see [state.SeedReport]).
 //
 // NaN and Inf are also only counted in a gradient that carries a loss scale above 1 (precision
-// Float16 on a GPU). The scale may be the cause, and the step is skipped. Errors of Gorgonia's own
-// machines must first pass through [RunError].
+// Float16 on a GPU), because the scale may be the cause and the step is skipped. Errors from
+// Gorgonia's own machines must first pass through [RunError].
 func StopOnNonFinite() KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.StopOnNonFinite = true
@@ -141,10 +141,9 @@ func StopOnNonFinite() KasminaOption {
 	}
 }
 
-// WithoutTelemetry makes a layer that reads its lattice but records no figures in it. Use it for
-// evaluation, sampling and gradient checks, where running the layer must not affect later results. NaN
-// and Inf are still added to the counts of the lattice. A run that finds none does not change the
-// lattice.
+// WithoutTelemetry makes the layer read its lattice without recording figures in it. Use it for
+// evaluation, sampling and gradient checks, where running the layer must not affect later results.
+// NaN and Inf are still counted in the lattice, so only a run without any leaves it unchanged.
 func WithoutTelemetry() KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.NoTelemetry = true
@@ -152,9 +151,9 @@ func WithoutTelemetry() KasminaOption {
 	}
 }
 
-// WithGraphs names seeds of kinds that are graphs (see package llm/site). The code that builds the graph
-// adds the results of these graphs to y. The layer passes the chunks of these seeds on unchanged and
-// measures them.
+// WithGraphs names seeds whose kinds are graphs (see package llm/site). The code that builds the
+// surrounding graph adds the results of these graphs to y, while the layer measures the chunks of
+// these seeds and passes them on unchanged.
 func WithGraphs(seeds ...int) KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.Graphs = slices.Clone(seeds)
@@ -169,7 +168,7 @@ func positive(what string, v float64) error {
 	return nil
 }
 
-// KasminaOp is the op that [Kasmina] applies. With Replaying set it is the replay of such an op.
+// KasminaOp is the op that [Kasmina] applies. With Replaying set, it is the replay of such an op.
 type KasminaOp struct {
 	opbase.Base
 	Lattice   *state.Lattice
@@ -179,49 +178,48 @@ type KasminaOp struct {
 	run       *kasminaRun // shared by the op, its replays and its backward ops
 }
 
-// Kasmina lets the seeds of a lattice work on x, each on its own chunk of the features:
+// Kasmina applies the seeds of a lattice to x, each to its own chunk of the features:
 //
 //	y = x                    in the stages Dormant, Germinated, Training, Culled, Cancelled and RolledBack
 //	y = x + α(t(x) − x)      in Grafting, Stabilization and Evaluating, with the seed's α, and in FineTuning and
 //	                         Fossilized, with α = 1
 //
-// Here t is the transform of the seed's blueprint, with the weights and the scale of the seed's
-// slot (see package blueprints). x and y are [rows, D], where D is the number of hidden features of
-// the lattice. Each of its S seeds has C = D/S columns. weights is [slots, W] and scales is
+// Here t is the transform of the seed's blueprint, with the weights and the scale of the seed's slot
+// (see package blueprints). x and y are [rows, D], where D is the lattice's number of hidden
+// features, and each of its S seeds owns C = D/S columns. weights is [slots, W] and scales is
 // [slots]. x, weights and scales are all float32 or all float64.
 //
-// Slot 0 means "none": row 0 is never read, and usable slots start at 1. A seed with slot 0 has
-// t(x) = x in every stage. Several seeds may share a slot, and their gradients are then added.
+// Slot 0 means "none", so row 0 is never read and usable slots start at 1. For a seed with slot 0,
+// t(x) = x in every stage. Several seeds may share a slot, in which case their gradients are added.
 //
-// W must be at least C. A kind uses the first [blueprints.Size] weights of a row, and the rest have no
-// gradient. The kinds with capacity need at least 2C weights, and W determines their rank. If W is too
-// small for a kind, the error wraps [blueprints.ErrWidth]. Kasmina returns it if a seed already has the
-// kind. Otherwise [state.Lattice.RequestGermination] returns it if [state.WithWidth] gave W to the
-// lattice. In all other cases the run returns it.
+// W must be at least C. A kind uses the first [blueprints.Size] weights of a row, and the rest
+// receive no gradient. Kinds that mix features need at least 2C weights, and W determines their rank.
+// If W is too small for a kind, the error wraps [blueprints.ErrWidth]. It is returned by Kasmina if a
+// seed already uses the kind, by [state.Lattice.RequestGermination] if the lattice knows W from
+// [state.WithWidth], and otherwise by the run.
 //
-// If the weights and the scale of a slot are all 0, the slot has not been written yet. The first pass
-// that computes with such a slot writes the identity start of the seed's kind into it (see
-// [blueprints.Identity]). weights and scales may therefore start as gorgonia.Zeroes. A slot with any
-// other contents is left unchanged. To reuse such a slot, write a new start with [blueprints.Identity] or
-// a [state.Network].
+// A slot whose weights and scale are all 0 counts as unwritten. The first pass that uses such a slot
+// writes the identity start of the seed's kind into it (see [blueprints.Identity]), so weights and
+// scales may start as gorgonia.Zeroes. Slots with any other contents are left unchanged. To reuse
+// one, write a new start with [blueprints.Identity] or a [state.Network].
 //
 // Gradients follow from the formulas. They reach weights and scales in the stages Grafting,
-// Stabilization and FineTuning, and also in Training. In Training y = x and dx = g, while the
-// parameters learn as if the output were t(x). In the other stages the gradients of weights and
-// scales are 0.
+// Stabilization and FineTuning, and also in Training, where y = x and dx = g although the parameters
+// learn as if the output were t(x). In all other stages, the gradients of weights and scales are 0.
 //
-// A solver with momentum or weight decay still changes parameters with a gradient of 0. To keep a frozen
-// blueprint unchanged bit for bit, the solver must not decay the weights, and it must discard its state
-// for slots that no seed trains any more. See [state.Lattice.LearningSlots] and the method Forget of
-// optim.Optimizer.
+// A solver with momentum or weight decay changes parameters even if their gradient is 0. To keep a
+// frozen blueprint unchanged, bit for bit, the solver must not decay the weights, and it must discard
+// its state for slots that are no longer trained by any seed. See [state.Lattice.LearningSlots] and
+// the method Forget of optim.Optimizer.
 //
 // A forward pass takes a snapshot of the lattice when it starts, and its backward pass uses the
 // same snapshot. If a goroutine changes a stage or α in between, the change takes effect in the
 // next forward pass. Both passes record their figures in the lattice (see [state.Lattice.Report]).
 //
 // A lattice belongs to one activation. Several graphs may contain a layer with the same lattice, for
-// example one for training and one for evaluation. But each pass with telemetry counts as one step of the
-// lattice. If several such layers run in a training step, create all but one with [WithoutTelemetry].
+// example one for training and one for evaluation. However, each pass with telemetry counts as one
+// step of the lattice, so if several such layers run in a training step, create all but one with
+// [WithoutTelemetry].
 //
 // Use [WithoutTelemetry] for gradient checks as well, because the limits of strict mode and of adaptive
 // clipping must not change between evaluations. Clipped gradients are not the derivatives of the output.
@@ -331,7 +329,7 @@ func (o *KasminaOp) Chunk() int {
 	return o.InputShape(0)[1] / o.Lattice.Seeds()
 }
 
-// initialized reports whether [Kasmina] made the op.
+// initialized reports whether the op was created by [Kasmina].
 func (o *KasminaOp) initialized() bool { return o.run != nil && o.Lattice != nil && len(o.inputs) > 0 }
 
 func (o *KasminaOp) init() {

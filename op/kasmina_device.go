@@ -10,9 +10,9 @@ import (
 )
 
 // KasminaPass is a pass of a Kasmina layer for code that performs the arithmetic outside the op, for
-// example on a GPU. It takes the snapshot of the lattice for the arithmetic, and afterwards records the
-// measurements in the lattice, like the op's own run. [KasminaOp.NewPass] makes a KasminaPass. A zero
-// KasminaPass has no seeds, and its methods that return an error fail.
+// example on a GPU. It takes a snapshot of the lattice for the arithmetic, and afterwards records the
+// measurements in the lattice, like the op's own run. [KasminaOp.NewPass] creates a KasminaPass. A
+// zero KasminaPass has no seeds, and all its methods that can return an error do so.
 type KasminaPass struct {
 	op     *KasminaOp
 	origin *kasminaRun // the run of the op itself
@@ -33,7 +33,7 @@ func (o *KasminaOp) NewPass() *KasminaPass {
 // replay a third op.
 func (o *KasminaOp) SharesRun(p *KasminaOp) bool { return p != nil && o.run == p.run }
 
-// errZeroPass is the error of a KasminaPass that NewPass did not make.
+// errZeroPass is the error of a KasminaPass that was not created by NewPass.
 var errZeroPass = errors.New("op: the KasminaPass is its zero value, want one that NewPass returns")
 
 // Begin takes the snapshot of the lattice.
@@ -45,7 +45,7 @@ func (p *KasminaPass) Begin() {
 	p.limits = gradLimits(p.op, p.limits)
 }
 
-// Attached returns an error if a seed works with a kind that is a graph and no graph computes it.
+// Attached returns an error if a seed's kind is a graph that the surrounding graph does not compute.
 func (p *KasminaPass) Attached() error {
 	if p.op == nil {
 		return errZeroPass
@@ -53,8 +53,8 @@ func (p *KasminaPass) Attached() error {
 	return p.op.attached(&p.op.run.pass)
 }
 
-// Leave stores the snapshot in place of the snapshot of the op's own last run, for a backward pass that
-// is computed separately.
+// Leave stores the snapshot in place of that of the op's own last run, for a separately computed
+// backward pass.
 func (p *KasminaPass) Leave() {
 	if p.origin == nil {
 		return
@@ -66,8 +66,8 @@ func (p *KasminaPass) Leave() {
 	p.origin.begun = true
 }
 
-// Resume takes the snapshot of the op's own last run instead of a new one. Leave or the op's Do must have
-// stored that snapshot; otherwise Resume returns an error.
+// Resume takes the snapshot of the op's own last run instead of a new one. It returns an error unless
+// that snapshot was stored by Leave or the op's Do.
 func (p *KasminaPass) Resume() error {
 	if p.origin == nil {
 		return errZeroPass
@@ -95,7 +95,7 @@ func copyPass(dst, src *state.Pass) {
 	dst.Norms = append(old.Norms[:0], src.Norms...)
 }
 
-// Snapshot returns the snapshot that Begin or Resume took. The caller must not change it.
+// Snapshot returns the snapshot taken by Begin or Resume. The caller must not modify it.
 func (p *KasminaPass) Snapshot() *state.Pass {
 	if p.op == nil {
 		return new(state.Pass)
@@ -103,9 +103,9 @@ func (p *KasminaPass) Snapshot() *state.Pass {
 	return &p.op.run.pass
 }
 
-// Start writes the identity start of the kind to the weights and the scale of a seed's slot if they are
-// all 0, which means that they have not been written yet. scale has one element. started reports whether
-// Start wrote them.
+// Start writes the kind's identity start to the weights and the scale of a seed's slot if they are
+// all 0, which means that they are unwritten. scale has one element. started reports whether Start
+// wrote them.
 func (o *KasminaOp) Start(kind blueprints.Kind, seed, slot int,
 	weights, scale []float32) (started bool, err error) {
 	if !o.initialized() {
@@ -131,8 +131,8 @@ func (o *KasminaOp) Start(kind blueprints.Kind, seed, slot int,
 // KasminaSeed holds the properties of a seed in a pass.
 type KasminaSeed = seed.Seed
 
-// Seed returns the properties of seed i that the arithmetic needs. Limit is 0 unless the layer
-// clips. If the snapshot has no seed i, Seed returns a zero KasminaSeed.
+// Seed returns the properties of seed i that the arithmetic needs. Limit is 0 unless the layer clips.
+// If there is no seed i in the snapshot, Seed returns a zero KasminaSeed.
 func (p *KasminaPass) Seed(i int) KasminaSeed {
 	if i < 0 || i >= len(p.Snapshot().Stage) {
 		return KasminaSeed{}
@@ -144,8 +144,8 @@ func (p *KasminaPass) Seed(i int) KasminaSeed {
 	return k
 }
 
-// Measures reports whether this pass has to record more than the number of NaN and Inf. In a
-// sampling pass there may be no seed to measure.
+// Measures reports whether this pass must record more than the number of NaN and Inf. In a sampling
+// pass, there may be no seed to measure.
 func (p *KasminaPass) Measures() bool {
 	s := p.Snapshot()
 	return s.Record && (slices.Contains(s.Watch, true) || p.NeedsLast())
@@ -158,8 +158,8 @@ func (p *KasminaPass) NeedsLast() bool {
 }
 
 // RecordHealth records the measurements of a forward pass in the lattice. It calls sample for every
-// seed, from several goroutines. The error wraps [ErrNonFinite] if the layer stops at NaN or Inf
-// and found one in x.
+// seed, from several goroutines. The error wraps [ErrNonFinite] if the layer stops on NaN or Inf and
+// found one in x.
 func (p *KasminaPass) RecordHealth(sample func(seed int) state.HealthSample) error {
 	if err := p.canRecord(sample != nil); err != nil {
 		return err
@@ -184,7 +184,7 @@ func (p *KasminaPass) RecordHealth(sample func(seed int) state.HealthSample) err
 }
 
 // RecordGradient records the measurements of a backward pass in the same way. The error wraps
-// [ErrNonFinite] if the layer stops at NaN or Inf and found one in the gradient of y.
+// [ErrNonFinite] if the layer stops on NaN or Inf and found one in the gradient of y.
 func (p *KasminaPass) RecordGradient(sample func(seed int) state.GradientSample) error {
 	if err := p.canRecord(sample != nil); err != nil {
 		return err

@@ -25,7 +25,7 @@ type kasminaRun struct {
 	mu    sync.Mutex
 	begun bool
 	pass  state.Pass // the snapshot that they all use
-	plan  any        // *cpukasmina.Layer[T]; every run uses its buffers again
+	plan  any        // *cpukasmina.Layer[T]; every run reuses its buffers
 
 	health     func(seed int) state.HealthSample // measurements of the plan's last run
 	gradient   func(seed int) state.GradientSample
@@ -35,8 +35,8 @@ type kasminaRun struct {
 var errNotRun = errors.New("the layer's forward pass has not run")
 
 // catch converts the panic of a blueprint's function to an error. Gorgonia's machine runs ops on a
-// separate goroutine, where the caller cannot recover from the panic of a registered blueprint. Other
-// panics are bugs in this module, and catch does not stop them.
+// separate goroutine, where the caller cannot recover from a registered blueprint's panic. Other
+// panics are bugs in this module, so catch does not intercept them.
 func (r *kasminaRun) catch(err *error) {
 	cause := recover()
 	if cause == nil {
@@ -134,8 +134,8 @@ func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err er
 	x, weights, scales, g := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2),
 		opbase.Slice[T](in, 4)
 
-	// The machine may have given the forward pass copies of the weights. Those given to the
-	// backward pass then still need their start.
+	// The machine may have passed copies of the weights to the forward pass, in which case those
+	// passed to the backward pass still need their start.
 	if err := startSlots(o, k, weights, scales); err != nil {
 		return err
 	}
@@ -166,7 +166,7 @@ func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err er
 // timedEvery is the number of steps from one timed pass to the next.
 const timedEvery = 128
 
-// passCost is the cost measured so far of a timed pass.
+// passCost is the measured cost so far of a timed pass.
 type passCost struct {
 	kernel time.Duration // time without telemetry; 0 if the pass is not timed
 	start  time.Time     // when the pass with telemetry started
@@ -196,8 +196,8 @@ func (c passCost) record(o *KasminaOp) {
 	}
 }
 
-// kasminaPlan prepares the arithmetic for the snapshot of o's run, with all the seeds that take
-// part. The plan measures nothing yet.
+// kasminaPlan prepares the arithmetic for the snapshot of o's run, with all participating seeds. The
+// plan does not measure anything yet.
 func kasminaPlan[T cpu.Float](o *KasminaOp) (*cpukasmina.Layer[T], error) {
 	k, ok := o.run.plan.(*cpukasmina.Layer[T])
 	x, weights := o.InputShape(0), o.InputShape(1)
@@ -239,7 +239,7 @@ func (o *KasminaOp) seed(p *state.Pass, i int) seed.Seed {
 	return s
 }
 
-// attached returns an error if a seed works with a kind that is a graph and no graph computes it.
+// attached returns an error if a seed's kind is a graph that the surrounding graph does not compute.
 func (o *KasminaOp) attached(p *state.Pass) error {
 	for i, stage := range p.Stage {
 		if (stage.Blends() || stage.Learns()) && blueprints.IsGraph(p.Kind[i]) &&
@@ -253,8 +253,8 @@ func (o *KasminaOp) attached(p *state.Pass) error {
 	return nil
 }
 
-// startSlots writes the identity start to slots of active seeds. Only slots with weights and a scale that
-// are all 0, and thus have not been written yet, are affected.
+// startSlots writes the identity start to unwritten slots of active seeds, whose weights and scale
+// are all 0.
 func startSlots[T cpu.Float](o *KasminaOp, k *cpukasmina.Layer[T], weights, scales []T) error {
 	for i := range k.Active {
 		s := &k.Active[i]
@@ -272,9 +272,9 @@ func startSlots[T cpu.Float](o *KasminaOp, k *cpukasmina.Layer[T], weights, scal
 	return nil
 }
 
-// draw returns the random seed for the identity start of a slot. It depends on the name of the layer's
-// weights, the seed and the slot, so it is the same in every run of a program and differs between layers
-// if their weights have different names.
+// draw returns the random seed for the identity start of a slot. It depends on the name of the
+// layer's weights, the seed and the slot, so it is the same in every run of a program and differs
+// between layers whose weights are named differently.
 func (o *KasminaOp) draw(seed, slot int) uint64 {
 	h := fnv.New64a()
 	fmt.Fprint(h, o.inputs[1].Name())
@@ -290,7 +290,7 @@ func clampLimits(m state.Moments) (low, high float64) {
 	return m.Mean - reach, m.Mean + reach
 }
 
-// gradLimits returns the largest norm of a row's gradient for each seed, or nil if o does not clip.
+// gradLimits returns the maximum norm of a row's gradient for each seed, or nil if o does not clip.
 // It reuses limits.
 func gradLimits(o *KasminaOp, limits []float64) []float64 {
 	if o.Config.GradClip == 0 && o.Config.AdaptiveClip == 0 {
@@ -367,7 +367,7 @@ func countNonFinite(figures []cpufigures.Chunk) (n nonFinite) {
 	return n
 }
 
-// error returns an error if n is not empty and the layer stops at NaN and Inf. where names the
+// error returns an error if n is not empty and the layer stops on NaN and Inf. where names the
 // tensor.
 func (n nonFinite) error(o *KasminaOp, where string) error {
 	if n.elements == 0 || !o.Config.StopOnNonFinite {

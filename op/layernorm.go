@@ -31,7 +31,7 @@ type LayerNormOp struct {
 //	y[r] = (x[r] − mean(x[r])) / sqrt(var(x[r]) + eps) ⊙ weight + bias
 //
 // The variance is taken over all features, without Bessel's correction. It is computed from the
-// differences from the mean, so that a large mean costs no precision.
+// deviations from the mean, so that a large mean does not reduce precision.
 //
 // x is [rows, D], weight and bias are [D], y is [rows, D]; all are float32 or all float64. eps must
 // not be negative. (Ba, Kiros and Hinton, "Layer Normalization", 2016.)

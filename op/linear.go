@@ -24,15 +24,14 @@ type LinearOp struct {
 	Frozen bool // the weight has no gradient
 }
 
-// Linear multiplies x by a weight, which is stored in PyTorch's layout:
+// Linear multiplies x by a weight stored in PyTorch's layout:
 //
 //	y = x·wᵀ
 //
 // x is [rows, in], w is [out, in], and y is [rows, out]. All are float32 or all are float64.
 func Linear(x, w *gorgonia.Node) (*gorgonia.Node, error) { return newLinear("Linear", "", x, w) }
 
-// FrozenLinear is [Linear] with a weight that does not learn. The backward pass computes the gradient
-// of x alone:
+// FrozenLinear is [Linear] with a frozen weight. The backward pass computes only the gradient of x:
 //
 //	y = x·wᵀ;  dx = dy·w
 func FrozenLinear(x, w *gorgonia.Node) (*gorgonia.Node, error) {

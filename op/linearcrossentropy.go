@@ -23,7 +23,7 @@ import (
 type LinearCrossEntropyOp struct {
 	opbase.Base
 	Frozen      bool       // the weight has no gradient
-	normalizers opbase.Aux // two numbers for each row, used again by the backward op
+	normalizers opbase.Aux // two numbers per row, reused by the backward op
 }
 
 // LinearCrossEntropy computes the output layer of a language model and its loss in one op:
@@ -33,15 +33,15 @@ type LinearCrossEntropyOp struct {
 // x is [rows, D] and w is [V, D], both float32 or both float64. targets is [rows] of type int, and
 // loss is a scalar. Targets are treated as in [CrossEntropy].
 //
-// The logits are often the largest tensor of a model. This op computes them for a few rows at a
-// time, and again in the backward pass. It keeps only two numbers for each row of the forward pass.
-// (Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.)
+// The logits are often the largest tensor in a model. This op therefore computes them for a few rows
+// at a time, keeps only two numbers per row, and computes them again in the backward pass. (Wijmans
+// et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.)
 func LinearCrossEntropy(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
 	return newLinearCrossEntropy("LinearCrossEntropy", "", x, w, targets)
 }
 
-// FrozenLinearCrossEntropy is [LinearCrossEntropy] with a weight that does not learn. The backward pass
-// computes the gradient of x alone.
+// FrozenLinearCrossEntropy is [LinearCrossEntropy] with a frozen weight. The backward pass computes
+// only the gradient of x.
 func FrozenLinearCrossEntropy(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
 	return newLinearCrossEntropy("FrozenLinearCrossEntropy", frozenConfig, x, w, targets)
 }
@@ -120,7 +120,7 @@ func (o *LinearCrossEntropyOp) SymDiff(in gorgonia.Nodes,
 }
 
 // LinearCrossEntropyGradOp computes the packed gradients [dx | dw] from x, w, the targets, the loss
-// and the gradient of the loss. If the weight is frozen, it computes dx alone.
+// and the gradient of the loss. If the weight is frozen, it computes only dx.
 type LinearCrossEntropyGradOp struct {
 	opbase.Base
 	Forward *LinearCrossEntropyOp

@@ -30,9 +30,9 @@ type NewtonSchulzOp struct {
 //
 //	X = x / (‖x‖ + 1e-7);   steps times:  A = X·Xᵀ,  X ← 3.4445·X + (−4.7750·A + 2.0315·A²)·X
 //
-// x is a float32 or float64 matrix. A tall matrix is transposed for the iteration, so that A has
-// the size of the smaller side. steps must be at least 1. Muon uses 5, after which singular values
-// above 1e-3·‖x‖ lie in about [0.7, 1.2]. The backward pass computes the steps again. (Keller
+// x is a float32 or float64 matrix. A tall matrix is transposed for the iteration, so that the size
+// of A is that of the smaller dimension. steps must be at least 1. Muon uses 5, after which singular
+// values above 1e-3·‖x‖ lie in about [0.7, 1.2]. The backward pass computes the steps again. (Keller
 // Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024.)
 func NewtonSchulz(x *gorgonia.Node, steps int) (*gorgonia.Node, error) {
 	const name = "NewtonSchulz"

@@ -19,15 +19,15 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// RMSNormOp is the op that [RMSNorm] applies. With [EachHead], the length D of the weight is less
-// than the number of columns of x.
+// RMSNormOp is the op that [RMSNorm] applies. With [EachHead], the weight's length D is less than the
+// number of columns of x.
 type RMSNormOp struct {
 	opbase.Base
 	Eps float64
 	// PlusOne is set by [WeightPlusOne].
 	PlusOne bool
 
-	rstd   opbase.Aux // 1/rms of every row or head, used again by the backward op
+	rstd   opbase.Aux // 1/rms of every row or head, reused by the backward op
 	factor opbase.Aux // 1 + weight if PlusOne is set
 }
 

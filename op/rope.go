@@ -25,22 +25,23 @@ type RoPEConfig struct {
 	Heads   int     // heads in a row
 	HeadDim int     // features of a head, even
 	Base    float64 // base of the angles' geometric series; 0 means 10000
-	// Scaling adapts the angles to contexts longer than in the first training; nil for none.
+	// Scaling adapts the angles to contexts longer than those the model was first trained on; nil for
+	// none.
 	Scaling *RoPEScaling
 }
 
-// RoPEScaling lowers the frequencies of RoPE for contexts longer than in the model's first
-// training. The zero value changes nothing. There are three kinds:
+// RoPEScaling lowers the frequencies of RoPE for contexts longer than those the model was first
+// trained on. The zero value changes nothing. There are three kinds:
 //
-//   - Linear, with Factor only: every frequency is divided by Factor (Chen et al., "Extending Context
-//     Window of Large Language Models via Position Interpolation", 2023).
-//   - Llama 3.1, with HighFreq: a pair that makes at least HighFreq turns over Original positions
-//     keeps its frequency. The frequency of a pair that makes at most LowFreq turns is divided by
-//     Factor. Frequencies between the two are interpolated.
-//   - YaRN, with BetaFast: the pairs that make BetaFast and BetaSlow turns, as real numbers, are the
-//     limits. Pairs below the first keep their frequency, and beyond the second it is divided by
-//     Factor. In between it is interpolated linearly in the index of the pair. Cosines and sines are
-//     multiplied by Magnitude (Peng et al., "YaRN: Efficient Context Window Extension of Large
+//   - Linear, with only Factor set: every frequency is divided by Factor (Chen et al., "Extending
+//     Context Window of Large Language Models via Position Interpolation", 2023).
+//   - Llama 3.1, with HighFreq set: pairs that make at least HighFreq turns over Original positions
+//     keep their frequency, the frequency of pairs that make at most LowFreq turns is divided by
+//     Factor, and frequencies in between are interpolated.
+//   - YaRN, with BetaFast set: the limits are the pair indices, as real numbers, that make BetaFast
+//     and BetaSlow turns. Pairs below the first keep their frequency, and beyond the second it is
+//     divided by Factor. In between, it is interpolated linearly in the pair index. Cosines and sines
+//     are multiplied by Magnitude (Peng et al., "YaRN: Efficient Context Window Extension of Large
 //     Language Models", 2023).
 type RoPEScaling struct {
 	Factor   float64 // at least 1
@@ -51,10 +52,10 @@ type RoPEScaling struct {
 
 	BetaFast float64 `json:",omitempty"` // turns; 32 in published models
 	BetaSlow float64 `json:",omitempty"` // turns; 1 in published models
-	// Unrounded keeps the two limiting pairs of YaRN as real numbers. Otherwise the first is
-	// rounded down and the second is rounded up.
+	// Unrounded keeps the two limits of YaRN as real numbers. Otherwise the first is rounded down and
+	// the second up.
 	Unrounded bool `json:",omitempty"`
-	// Magnitude is YaRN's factor on the cosines and sines, and so on queries and keys; 0 means
+	// Magnitude is YaRN's factor on the cosines and sines, and thus on queries and keys; 0 means
 	// 0.1·ln(Factor) + 1.
 	Magnitude float64 `json:",omitempty"`
 }
@@ -120,7 +121,7 @@ func RoPE(x *gorgonia.Node, c RoPEConfig) (*gorgonia.Node, error) {
 
 	c.Base = c.base()
 
-	// The gradient is built later. A copy protects it from changes by the caller in between.
+	// The gradient is built later, so a copy protects it from changes by the caller in the meantime.
 	if c.Scaling != nil {
 		s := *c.Scaling
 		c.Scaling = &s
@@ -205,8 +206,8 @@ func (c RoPEConfig) frequency(i int) float64 {
 	return keep*f + (1-keep)*f/s.Factor
 }
 
-// turning returns the pair, as a real number, that makes this number of turns over Original
-// positions.
+// turning returns the pair index, as a real number, that makes the given number of turns over
+// Original positions.
 func (c RoPEConfig) turning(turns float64) float64 {
 	return float64(c.HeadDim) * math.Log(float64(c.Scaling.Original)/(2*math.Pi*turns)) /
 		(2 * math.Log(c.Base))
@@ -236,8 +237,8 @@ func newRoPE(x *gorgonia.Node, c RoPEConfig, inverse bool) (*gorgonia.Node, erro
 	return gorgonia.ApplyOp(o, x)
 }
 
-// tables returns the cosines and sines. It computes them when the op first runs, which never
-// happens on a GPU.
+// tables returns the cosines and sines, which it computes when the op first runs. On a GPU, that
+// never happens.
 func tables[T cpu.Float](o *RoPEOp) (cos, sin []T) {
 	n := o.Config.Seq * o.Config.HeadDim / 2
 	t, have := o.cos.Len()
@@ -261,7 +262,7 @@ func (c RoPEConfig) fill(from, positions int, set func(index int, cos, sin float
 	}
 }
 
-// maxAngles is the largest Seq × HeadDim. A table of float64 then has 4 GiB.
+// maxAngles is the maximum of Seq × HeadDim, at which a float64 table takes 4 GiB.
 const maxAngles = 1 << 30
 
 // Tables returns the cosines and sines of all angles, multiplied by YaRN's magnitude, as two tables

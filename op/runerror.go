@@ -3,8 +3,8 @@ package op
 import "errors"
 
 // RunError makes the errors that ops wrap visible to errors.Is and errors.As, for example
-// [ErrNonFinite], [ErrBlueprint] or [ErrNoTargets]. The errors of Gorgonia's own machines need it
-// because their type has a method Err instead of Unwrap. The text of the error does not change.
+// [ErrNonFinite], [ErrBlueprint] or [ErrNoTargets]. Errors from Gorgonia's own machines need it
+// because their type provides a method Err instead of Unwrap. The text of the error does not change.
 // RunError returns every other error unchanged, including nil.
 func RunError(err error) error {
 	var context interface{ Err() error }
@@ -18,7 +18,7 @@ func RunError(err error) error {
 	return &runError{err, inner}
 }
 
-// runError combines outer, an error that does not unwrap, with the error inside it.
+// runError combines outer, an error without Unwrap, with the error inside it.
 type runError struct{ outer, inner error }
 
 func (e *runError) Error() string { return e.outer.Error() }

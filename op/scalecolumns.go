@@ -21,7 +21,7 @@ import (
 // ScaleColumnsOp is the op that [ScaleColumns] applies.
 type ScaleColumnsOp struct{ opbase.Base }
 
-// ScaleColumns multiplies each feature by a separate factor:
+// ScaleColumns multiplies each feature by its own factor:
 //
 //	y[r] = x[r] ⊙ f
 //

@@ -24,11 +24,11 @@ type SiLUMLPOp struct {
 	opbase.Base
 	GELU bool
 
-	// x·gateᵀ and x·upᵀ, which the backward op uses again, and memory for their product
+	// x·gateᵀ and x·upᵀ, which the backward op reuses, and memory for their product
 	a, b, h opbase.Aux
 }
 
-// SiLUMLP is the gated two-layer perceptron of Llama:
+// SiLUMLP is the gated two-layer MLP of Llama:
 //
 //	y = (silu(x·gateᵀ) ⊙ x·upᵀ)·downᵀ,  silu(a) = a/(1+exp(−a))
 //
@@ -38,8 +38,8 @@ func SiLUMLP(x, gate, up, down *gorgonia.Node) (*gorgonia.Node, error) {
 	return gatedMLP("SiLUMLP", false, x, gate, up, down)
 }
 
-// GELUMLP is the gated two-layer perceptron of Gemma. It is [SiLUMLP] with another gate, the tanh
-// approximation of GELU:
+// GELUMLP is the gated two-layer MLP of Gemma. It is [SiLUMLP] with the tanh approximation of GELU as
+// its gate:
 //
 //	y = (gelu(x·gateᵀ) ⊙ x·upᵀ)·downᵀ,  gelu(a) = a/2·(1 + tanh(√(2/π)·(a + 0.044715·a³)))
 //

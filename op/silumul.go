@@ -21,15 +21,15 @@ type SiLUMulOp struct {
 	GELU bool
 }
 
-// SiLUMul is the gate of Llama's perceptron:
+// SiLUMul is the gate of Llama's MLP:
 //
 //	y = silu(a) ⊙ b,  silu(a) = a/(1+exp(−a))
 //
-// a, b and y are [rows, F], float32 or float64. [SiLUMLP] computes the whole perceptron in one op. Use
-// SiLUMul if the linear layers of the perceptron have adapters or frozen weights.
+// a, b and y are [rows, F], float32 or float64. [SiLUMLP] computes the whole MLP in one op. Use
+// SiLUMul if the MLP's linear layers use adapters or frozen weights.
 func SiLUMul(a, b *gorgonia.Node) (*gorgonia.Node, error) { return gateMul("SiLUMul", false, a, b) }
 
-// GELUMul is the gate of Gemma's perceptron. It is [SiLUMul] with the tanh approximation of GELU:
+// GELUMul is the gate of Gemma's MLP. It is [SiLUMul] with the tanh approximation of GELU:
 //
 //	y = gelu(a) ⊙ b,  gelu(a) = a/2·(1 + tanh(√(2/π)·(a + 0.044715·a³)))
 func GELUMul(a, b *gorgonia.Node) (*gorgonia.Node, error) { return gateMul("GELUMul", true, a, b) }
@@ -88,7 +88,7 @@ type SiLUMulGradOp struct {
 	opbase.Base
 	Forward *SiLUMulOp
 
-	h opbase.Aux // the output, which the arithmetic computes again
+	h opbase.Aux // the output, which is computed again
 }
 
 func siluMulGrad[T cpu.Float](o *SiLUMulGradOp, out []T, in opbase.Args) error {

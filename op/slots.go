@@ -10,18 +10,19 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// KeepSlots copies the weights and scales of all slots of a Kasmina layer that no seed is training at
-// present, and returns a function that writes them back.
+// KeepSlots copies the weights and scales of all slots of a Kasmina layer that are not currently
+// being trained, and returns a function that writes them back.
 //
-// Use it with solvers that do not know about slots, such as gorgonia.NewAdamSolver. Such a solver moves a
-// parameter with a gradient of 0 as long as it remembers earlier gradients, and with weight decay always,
-// so that a fossilized blueprint would change:
+// Use it with solvers that do not know about slots, such as gorgonia.NewAdamSolver. Such a solver
+// keeps changing parameters whose gradient is 0 as long as it remembers earlier gradients, and always
+// does so with weight decay, so that even a fossilized blueprint would change:
 //
 //	restore, err := op.KeepSlots(lattice, weights, scales)
 //	err = solver.Step(gorgonia.NodesToValueGrads(gorgonia.Nodes{weights, scales}))
 //	restore()
 //
-// The optimizers of package optim need no KeepSlots if their Forget method is called for such slots.
+// The optimizers in package optim do not need KeepSlots if their Forget method is called for such
+// slots.
 func KeepSlots(l *state.Lattice, weights, scales *gorgonia.Node) (restore func(), err error) {
 	if l == nil || weights == nil || scales == nil {
 		return nil, errors.New("op: KeepSlots: the lattice, weights and scales must not be nil")

@@ -11,18 +11,18 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opcase"
 )
 
-// graph is an op with inputs, and with gradients if these are timed too.
+// graph is an op with inputs, and with gradients if these are timed as well.
 type graph struct {
 	g      *gorgonia.ExprGraph
 	params gorgonia.Nodes // inputs of floats
 	y      *gorgonia.Node
 }
 
-// build returns a graph of the op or, if stock is true, of Gorgonia's own ops, with gradients if training
-// is true. Its random numbers are the same every time.
+// build returns a graph of the op or, if stock is true, of Gorgonia's own ops, with gradients if
+// training is true. The random numbers are always the same.
 func (b *bench) build(stock, training bool) (g *graph, err error) {
 	defer func() {
-		if cause := recover(); cause != nil { // Gorgonia has shapes that it panics at
+		if cause := recover(); cause != nil { // Gorgonia panics on some shapes
 			err = fmt.Errorf("building the graph: %v", cause)
 		}
 	}()

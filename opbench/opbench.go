@@ -23,7 +23,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opcase"
 )
 
-// Dtype is the type that an op computes with.
+// Dtype is the element type of an op's arithmetic.
 type Dtype string
 
 // The types. A CPU supports float32 and float64, and bfloat16 if products round their operands
@@ -42,23 +42,23 @@ func (d Dtype) size() int {
 	return map[Dtype]int{Float64: 8, Float32: 4, BFloat16: 2, Float16: 2, Float8: 2}[d]
 }
 
-// Figure holds the measurements of an op for one peer and one variant.
+// Figure holds the measurements of an op for one implementation and variant.
 type Figure struct {
 	Peer string // cpu, cuda or gorgonia
-	// Variant lists the chosen variants of ops that have several, such as Attention=hopper-8. If no op on
-	// a CPU has several, it is the instruction set.
+	// Variant lists the variants chosen for ops with several, such as Attention=hopper-8. On a CPU,
+	// if no op has several, it is the instruction set.
 	Variant string
 	// Forward is the time of a forward pass. Training is the time of a forward pass and the gradients of
 	// all float inputs, or 0 if the op has no gradient.
 	//
-	// On a CPU and for Gorgonia, times are medians of wall-clock time. On a GPU they are means of the
-	// device's time, without the cost of launches. Inputs are in the cache if they fit.
+	// On a CPU and for Gorgonia, times are medians of wall-clock time. On a GPU, they are means of
+	// the device's time, without the cost of kernel launches. Inputs are in the cache if they fit.
 	Forward, Training time.Duration
 	// Bytes is the size of the float inputs and the result of a forward pass, and FLOPs the number of
 	// multiplications and additions in its products.
 	Bytes, FLOPs float64
-	// Distance is ‖y − y₁‖/‖y₁‖ for the result y and the result y₁ of the first figure without an Err. It
-	// is due to rounding, or to a mistake.
+	// Distance is ‖y − y₁‖/‖y₁‖ for the result y and the result y₁ of the first figure without an
+	// Err. It is caused by rounding, or by a mistake.
 	Distance float64
 	Err      error // why the measurements are missing
 }
@@ -76,7 +76,7 @@ func rate(n float64, d time.Duration) float64 {
 	return n / d.Seconds()
 }
 
-// Option is an option of Time.
+// Option configures Time.
 type Option func(*config) error
 
 type config struct {
@@ -85,8 +85,8 @@ type config struct {
 	span    time.Duration
 }
 
-// OnGPU includes a GPU in the comparison. The options apply to the machines there. Without
-// cudaops.WithTuning, these machines do not tune.
+// OnGPU includes a GPU in the comparison. The options apply to the machines on it, which do not tune
+// without cudaops.WithTuning.
 func OnGPU(d *cudaops.Device, opts ...cudaops.MachineOption) Option {
 	return func(c *config) error {
 		if d == nil {
@@ -111,7 +111,7 @@ func WithSpan(d time.Duration) Option {
 // Op is an op that can be timed.
 type Op struct {
 	Name  string
-	Shape string // names of the numbers of a shape, such as "rows, in, out"
+	Shape string // names of the dimensions of a shape, such as "rows, in, out"
 	Usual []int  // the op's shape in a small model
 }
 

@@ -22,10 +22,11 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Engine returns a function for [llm.TrainConfig.Engine] that creates engines on the device. Parameters and
-// the optimizer's state stay on the device, as float32 for every precision. They are copied to the host when
-// a checkpoint is saved, when another trainer takes the model, and when the trainer is closed. The device
-// must stay open until then. The options, for example for tuning, apply to all machines of the engine.
+// Engine returns a function for [llm.TrainConfig.Engine] that creates engines on the device.
+// Parameters and optimizer state stay on the device, as float32 in every precision. They are copied
+// to the host when a checkpoint is saved, when another trainer takes the model, and when the trainer
+// is closed. The device must stay open until then. The options, for example for tuning, apply to all
+// machines of the engine.
 func Engine(device *cudaops.Device, precision cudaops.Precision,
 	opts ...cudaops.MachineOption) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine,
 	error) {
@@ -98,7 +99,7 @@ func (b builder) engine(more ...cudaops.MachineOption) (llm.Engine, error) {
 		return nil, errors.Join(fmt.Errorf("llm/gpu: %w", err), e.machine.Close())
 	}
 
-	if b.scales && e.graph.Updates() { // a frozen model may have nothing yet that learns
+	if b.scales && e.graph.Updates() { // a frozen model may not contain anything that learns yet
 		return scaler{e}, nil
 	}
 
@@ -151,7 +152,7 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 			cudaops.WithParamsOf(machine), cudaops.WithOutputs(g.Outputs()...))...)
 	}
 	name := b.name
-	if p := machine.GradientPrecision(); p != cudaops.Float32 { // the gradient precision changes the bits of a run
+	if p := machine.GradientPrecision(); p != cudaops.Float32 { // the gradient precision affects the results of a run
 		name += ", gradients " + p.String()
 	}
 
@@ -216,8 +217,8 @@ func (e *engine) Profile() (*llm.Profile, error) { return e.machine.Profile() }
 
 func (e *engine) Drop() error { return e.machine.DropGradients() }
 
-// FirstNonFinite pulls the values and searches them, followed by the gradients of the step. Pull may fail
-// if moments are not finite, but only after it has fetched the values.
+// FirstNonFinite pulls the values and searches them, followed by the gradients of the step. Pull may
+// fail because of non-finite moments, but only after fetching the values.
 func (e *engine) FirstNonFinite() (name, kind string, found bool) {
 	_ = e.Pull()
 	for i, p := range e.graph.Params {
@@ -231,7 +232,7 @@ func (e *engine) FirstNonFinite() (name, kind string, found bool) {
 	return "", "", false
 }
 
-// Pull fetches the named parameters. Without names, it fetches all parameters and the optimizer's state.
+// Pull fetches the named parameters or, without names, all parameters and the optimizer state.
 func (e *engine) Pull(names ...string) error {
 	if !e.changed {
 		return nil
@@ -289,7 +290,7 @@ func (e *engine) Gradient(param string) (any, error) {
 	return v.Data(), nil
 }
 
-// Push sends the named parameters. Without names, it sends all parameters and the optimizer's state.
+// Push sends the named parameters or, without names, all parameters and the optimizer state.
 func (e *engine) Push(names ...string) error {
 	if len(names) == 0 {
 		if err := e.machine.Upload(e.graph.Params...); err != nil {

@@ -11,9 +11,9 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// Weights reads the parameters of a model by name, like hf.Folder. Read passes the elements of a parameter
-// to put, in order and in pieces, as little-endian numbers of dtype float32, float16 or bfloat16. Several
-// goroutines may call Read.
+// Weights reads the parameters of a model by name, like hf.Folder. Read passes the elements of a
+// parameter to put, in order and in parts, as little-endian numbers of type float32, float16 or
+// bfloat16. Several goroutines may call Read concurrently.
 type Weights interface {
 	Read(ctx context.Context, name string, put func(part []byte, dtype string) error) error
 }
@@ -21,9 +21,9 @@ type Weights interface {
 var dtypes = map[string]cudaops.Precision{"float32": cudaops.Float32, "float16": cudaops.Float16,
 	"bfloat16": cudaops.BFloat16}
 
-// Load reads weights directly to the device and returns an inference for losses and generation. The host
-// doesn't keep the weights. The device stores matrices in the type that the precision uses for
-// activations, for example two bytes per element with BFloat16 (see [cudaops.WithFrozen]).
+// Load reads weights directly to the device and returns an inference for losses and generation. The
+// host doesn't keep the weights, and the device stores matrices in the type that the precision uses
+// for activations, such as two bytes per element with BFloat16 (see [cudaops.WithFrozen]).
 //
 // Kernels are chosen by rules unless an option requests tuning. Close the inference before the device.
 func Load(ctx context.Context, device *cudaops.Device, precision cudaops.Precision, c llm.Config,

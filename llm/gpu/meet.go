@@ -9,7 +9,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/parallel"
 )
 
-// Ordinal returns the number of the GPU for this process, among the visible GPUs. It returns 0 if the process
+// Ordinal returns the index of this process's GPU among the visible GPUs. It returns 0 if the process
 // is the only one and w is nil.
 func Ordinal(w *comm.World) (int, error) {
 	if w == nil {

@@ -23,7 +23,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Join connects the ranks of a world with NCCL. Each rank must have a separate GPU, and all ranks must call
+// Join connects the ranks of a world with NCCL. Each rank needs its own GPU, and all ranks must call
 // Join. The team takes ownership of the world. The device must stay open until the team is closed.
 func Join(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel.Team, error) {
 	if ctx == nil || w == nil || device == nil {
@@ -53,9 +53,9 @@ func Join(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel
 // only its share of the gradient sums and moments. NCCL transfers gradients in the precision in which the
 // machine stores them, and weights as float32.
 //
-// Rank 0 chooses kernels as the options say (see cudaops.WithTuning). All ranks use the same choices, so
-// their GPUs must be of the same kind. Updates and evaluations use kernels chosen by rules, because the shapes
-// of updates depend on the number of ranks.
+// Rank 0 chooses kernels according to the options (see cudaops.WithTuning). All ranks adopt its
+// choices, so their GPUs must be of the same kind. Updates and evaluations use kernels chosen by
+// rules, because the shapes of updates depend on the number of ranks.
 //
 // Several GPUs support neither Float16 nor Kasmina layers with the Strict mode or adaptive clipping.
 func Parallel(device *cudaops.Device, precision cudaops.Precision, team *parallel.Team,
@@ -97,7 +97,7 @@ func newRanked(device *cudaops.Device, precision cudaops.Precision, team *parall
 		opts: append(slices.Clip(opts), cudaops.WithPrecision(precision),
 			cudaops.WithTuning(cudaops.TuneOff)),
 		model: m, optimizer: o, config: c}
-	rounds := 0 // any number if uneven: in the last round some ranks have nothing to do
+	rounds := 0 // any number if uneven, because in the last round some ranks are idle
 	if c.Accumulate%team.Size() == 0 {
 		rounds = c.Accumulate / team.Size()
 	}
@@ -143,7 +143,7 @@ func checkRanked(precision cudaops.Precision, team *parallel.Team, m *llm.Model,
 	return nil
 }
 
-// compileAlike compiles on rank 0 first, and then on the other ranks with the choices of rank 0. If rank 0
+// compileAlike compiles on rank 0 first, and then on the other ranks with rank 0's choices. If rank 0
 // fails, all ranks return its error.
 func compileAlike[E io.Closer](team *parallel.Team, first func() (E, []cudaops.Choice, error),
 	others func([]cudaops.Choice) (E, error)) (e E, err error) {
@@ -230,9 +230,9 @@ func (r ranked) Finish(started bool, report func(loss float64) error) (float64, 
 	return norm, r.blamed(err)
 }
 
-// Pull implements [llm.Engine]. Without names, all ranks must call it, and after a failed run it fetches
-// nothing. With names, it does not wait for other ranks. If the float32 values of a weight are divided among
-// ranks, it then fetches the values in the precision of the GPU.
+// Pull implements [llm.Engine]. Without names, all ranks must call it, and after a failed run it
+// fetches nothing. With names, it does not wait for other ranks, and if the float32 values of a
+// weight are divided among ranks, it fetches the values in the precision of the GPU.
 func (r ranked) Pull(names ...string) error {
 	if len(names) > 0 {
 		return r.engine.Pull(names...)
@@ -291,7 +291,8 @@ func (r ranked) Own() ([]optim.Part, error) {
 	return parts, nil
 }
 
-// CanKeep implements [llm.Keeper]. It returns false, because each rank has only a part of the parameters.
+// CanKeep implements [llm.Keeper]. It returns false, because each rank holds only part of the
+// parameters.
 func (r ranked) CanKeep() bool { return false }
 
 func (r ranked) Loss(b data.Batch) (float64, error) {

@@ -30,7 +30,7 @@ type traits struct {
 	rope      rope
 	localRope rope   // for windowed layers
 	noRope    []bool // per layer
-	window    int    // number of positions that windowed layers attend to
+	window    int    // number of positions windowed layers attend to
 	windowed  []bool // per layer
 	biasQKV   bool
 	biasOut   bool
@@ -223,7 +223,7 @@ func familyNames() string {
 	return strings.Join(names, ", ")
 }
 
-// readDtype returns the dtype that config.json declares. The tensors may have other types.
+// readDtype returns the type declared in config.json. The tensors may have other types.
 func readDtype(o *object) string {
 	name := o.string("torch_dtype", "")
 	name = strings.TrimPrefix(o.string("dtype", name), "torch.")
@@ -414,8 +414,8 @@ func (t *traits) check() error {
 	return err
 }
 
-// config returns the configuration of the model that the traits describe. For a trait that llm models
-// don't support it returns an error that names the field.
+// config returns the configuration of the model that the traits describe. If llm models don't support
+// a trait, it returns an error that names the field.
 func (t *traits) config() (llm.Config, error) {
 	c := llm.Config{Vocab: t.vocab, Dim: t.dim, Layers: t.layers, Heads: t.heads,
 		KVHeads: t.kvHeads, HeadDim: t.headDim, FF: t.ff, Seq: t.positions, Base: t.rope.theta,

@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// config returns the config.json to write. If the model came from a folder, it is the folder's file or a
-// changed copy, and otherwise a new one.
+// config returns the config.json to write. If the model was loaded from a folder, this is the
+// folder's file or a modified copy; otherwise it is a new one.
 func (s *saving) config(c llm.Config) ([]byte, error) {
 	if s.like == nil {
 		return s.ownConfig(c.Plain())
@@ -43,8 +43,8 @@ func eachBlock(c llm.Config) []llm.Block {
 	return all
 }
 
-// changedConfig returns the folder's config.json with the given weight type and with the number of blocks
-// that the model has grown to.
+// changedConfig returns the folder's config.json, updated to the given weight type and to the current
+// number of blocks.
 func (s *saving) changedConfig(c llm.Config, d safetensors.DType) ([]byte, error) {
 	var fields map[string]any
 	if err := json.Unmarshal(s.like.config, &fields); err != nil {
@@ -80,7 +80,7 @@ func (s *saving) changedConfig(c llm.Config, d safetensors.DType) ([]byte, error
 	return append(text, '\n'), nil
 }
 
-// describeLayers replaces the lists of config.json that have one entry per layer.
+// describeLayers replaces the lists in config.json that contain one entry per layer.
 func describeLayers(fields map[string]any, c llm.Config) {
 	types, rope := make([]string, c.Layers), make([]int, c.Layers) // rope is 0 for a layer without RoPE
 	for i, b := range eachBlock(c) {
@@ -93,8 +93,8 @@ func describeLayers(fields map[string]any, c llm.Config) {
 		}
 	}
 
-	// Without layer_types, other fields say which layers are windowed, and they describe the original
-	// layers. In Mistral all layers are alike.
+	// Without layer_types, other fields specify which layers are windowed, and they describe the
+	// original layers. In Mistral, all layers are alike.
 	windowed := slices.Contains(types, "sliding_attention") && fields["model_type"] != "mistral"
 	if fields["layer_types"] != nil || windowed {
 		fields["layer_types"] = types

@@ -10,7 +10,7 @@ import (
 
 const generationName = "generation_config.json"
 
-// Generation holds the settings that a model's publisher recommends for generating text.
+// Generation holds the publisher's recommended settings for generating text.
 type Generation struct {
 	Begin int   // token at the start of a text, negative if undefined
 	Pad   int   // padding token, negative if undefined

@@ -6,8 +6,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// gpt2 describes a family with learned positions, layer norms, perceptrons without gates, and biases
-// everywhere.
+// gpt2 describes a family with learned positions, layer norms, ungated MLPs, and biases everywhere.
 var gpt2 = family{class: "GPT2LMHeadModel", theta: 10000, tied: true, inner: 4, eps: 1e-5,
 	fields: map[string]string{"hidden_size": "n_embd", "num_hidden_layers": "n_layer",
 		"num_attention_heads": "n_head", "intermediate_size": "n_inner",

@@ -1,5 +1,4 @@
-// Package hf loads models from folders in the format of Hugging Face's transformers, and writes such
-// folders.
+// Package hf loads and saves models as folders in the format of Hugging Face's transformers.
 //
 //	f, err := hf.Open("Llama-3.2-1B")        // reads config.json, generation_config.json and headers of weights
 //	m, err := f.Load(ctx)                    // returns an llm.Model to run, train and grow
@@ -8,8 +7,8 @@
 // It reads the families Llama, Mistral, Qwen 2 and 3, SmolLM 3, OLMo 2, GPT-2 and the text part of Gemma
 // 3.
 //
-// Nothing is ignored silently: a field of config.json that is neither understood nor known to be
-// irrelevant is an error that names the field, and so is an unexpected tensor in the weights.
+// Nothing is ignored silently. A field of config.json that is neither understood nor known to be
+// irrelevant causes an error that names it, and so does an unexpected tensor in the weights.
 package hf
 
 import (
@@ -26,7 +25,7 @@ import (
 // ErrFolder is wrapped by errors about folders that don't contain a model or contain contradictory files.
 var ErrFolder = errors.New("not a model that can be loaded")
 
-// A Folder is a model folder. Its description has been read and checked against the headers of its
+// A Folder is a model folder whose description has been read and checked against the headers of its
 // weights. Call Close after use. All methods except Close may be called concurrently.
 type Folder struct {
 	Dir        string

@@ -17,7 +17,7 @@ type stored struct {
 	name   string
 	shape  []int
 	params []string
-	// transposed says that the parameters' rows are the columns of the tensor.
+	// transposed means that the parameters' rows are the columns of the tensor.
 	transposed bool
 }
 
@@ -32,7 +32,7 @@ func plainLayout(c llm.Config) (all []stored) {
 	return all
 }
 
-// place locates a parameter: a range of rows of a stored tensor, or a range of columns if the tensor is
+// place locates a parameter as a range of rows in a stored tensor, or of columns if the tensor is
 // transposed.
 type place struct {
 	stored
@@ -63,13 +63,13 @@ func places(c llm.Config, all []stored) map[string]place {
 	return at
 }
 
-// whole reports whether the parameter is the stored tensor.
+// whole reports whether the parameter is the entire stored tensor.
 func (p place) whole() bool { return len(p.params) == 1 && !p.transposed }
 
 // elements returns the number of the parameter's elements.
 func (p place) elements() int { return p.rows * p.width }
 
-// index returns the index in the stored tensor of a parameter's element.
+// index returns the index of a parameter's element in the stored tensor.
 func (p place) index(row, column int) int {
 	if p.transposed {
 		return column*p.shape[1] + p.from + row

@@ -18,7 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// LoadOption changes how a model is loaded.
+// LoadOption configures how a model is loaded.
 type LoadOption func(*loading)
 
 type loading struct {
@@ -35,7 +35,7 @@ func WithConfig(change func(*llm.Config), lattice ...state.Option) LoadOption {
 }
 
 // WithProgress makes Load call f whenever bytes of the weights have been read. Several goroutines may
-// call f at once.
+// call f concurrently.
 func WithProgress(f func(done, total int64)) LoadOption {
 	return func(l *loading) { l.progress = f }
 }
@@ -50,9 +50,9 @@ func Load(ctx context.Context, dir string, opts ...LoadOption) (*llm.Model, erro
 	return m, errors.Join(err, f.Close())
 }
 
-// Load returns the model with float32 parameters. It reads the weights in pieces directly into the
-// model's memory, and so needs little memory beyond the model's own. If a weight is NaN or infinite, Load
-// returns an error that wraps llm.ErrDiverged.
+// Load returns the model with float32 parameters. It reads the weights in parts directly into the
+// model's memory, and so needs little memory beyond the model's own. If a weight is NaN or infinite,
+// Load returns an error that wraps llm.ErrDiverged.
 func (f *Folder) Load(ctx context.Context, opts ...LoadOption) (*llm.Model, error) {
 	if ctx == nil {
 		return nil,
@@ -98,7 +98,7 @@ func (f *Folder) Load(ctx context.Context, opts ...LoadOption) (*llm.Model, erro
 	return m, nil
 }
 
-// config returns the caller's variant of c. The shapes of its weights must be the same.
+// config returns the caller's variant of c, whose weights must have the same shapes.
 func (l *loading) config(c llm.Config) (llm.Config, error) {
 	if l.change == nil {
 		return c, nil
@@ -126,7 +126,7 @@ func (l *loading) config(c llm.Config) (llm.Config, error) {
 	return changed, nil
 }
 
-// bytes returns how many bytes the files take for the parameters of a configuration.
+// bytes returns how many bytes the parameters of a configuration take up in the files.
 func (w *weights) bytes(c llm.Config) (total int64) {
 	for name := range c.Parameters() {
 		if p, ok := w.places[name]; ok {
@@ -136,9 +136,9 @@ func (w *weights) bytes(c llm.Config) (total int64) {
 	return total
 }
 
-// Read passes the elements of a parameter to put, in order and in pieces, in the file's format:
-// little-endian numbers of dtype float32, float16 or bfloat16. It lets a device hold the parameter
-// without a copy on the host.
+// Read passes the elements of a parameter to put, in order and in parts, in the file's format, which
+// is little-endian numbers of type float32, float16 or bfloat16. This lets a device hold the
+// parameter without a copy on the host.
 //
 // Read may be called from several goroutines. If a number is NaN or infinite, it returns an error that
 // wraps llm.ErrDiverged.
@@ -159,7 +159,8 @@ func (f *Folder) Read(ctx context.Context, name string,
 	return nil
 }
 
-// pieces passes the elements of a parameter to visit after checking that they are finite.
+// pieces passes the elements of a parameter to visit, part by part, after checking that they are
+// finite.
 func (w *weights) pieces(ctx context.Context, name string,
 	visit func(part []byte, dtype safetensors.DType) error) error {
 	p, ok := w.places[name]

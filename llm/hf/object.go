@@ -11,8 +11,8 @@ import (
 	"strings"
 )
 
-// An object is a JSON object that gives out its members one at a time. A member that is never taken is
-// reported as an error at the end, as is a member that occurs twice.
+// An object is a JSON object whose members are taken one at a time. Members that are never taken or
+// occur twice are reported as errors at the end.
 type object struct {
 	at      string // prefix of member names in errors
 	members map[string]json.RawMessage
@@ -35,7 +35,7 @@ func newObject(at string, text []byte) (*object, error) {
 	return newMembers(at, members), nil
 }
 
-// newMembers returns an object for members that have been decoded already.
+// newMembers returns an object for members that are already decoded.
 func newMembers(at string, members map[string]json.RawMessage) *object {
 	return &object{at: at, members: members, taken: map[string]bool{}}
 }
@@ -135,7 +135,7 @@ func (o *object) take(name string, v any, want string) bool {
 	return true
 }
 
-// number returns an integer from least to most, or missing if the member is absent.
+// number returns an integer between least and most, or missing if the member is absent.
 func (o *object) number(name string, missing, least, most int) int {
 	var n json.Number
 	if !o.take(name, &n, "a whole number") {

@@ -2,7 +2,7 @@ package hf
 
 import "github.com/kasmina-go/kasmina/llm"
 
-// olmo2 describes a family that normalizes the outputs of attention and the perceptron instead of their
+// olmo2 describes a family that normalizes the outputs of attention and the MLP instead of their
 // inputs. Queries are normalized over all heads at once, and so are keys.
 var olmo2 = family{class: "Olmo2ForCausalLM", theta: 10000, eps: 1e-5, activation: "hidden_act",
 	activations: []string{"silu", "swish"}, read: readOLMo2}

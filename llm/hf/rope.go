@@ -9,12 +9,12 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// readRope reads the rotary embedding of layers with full attention and, for families that have a
-// separate one for windowed layers, that as well.
+// readRope reads the rotary embedding of layers with full attention and, in families where windowed
+// layers use a separate one, that as well.
 //
-// Newer files have rope_parameters, older ones rope_theta and rope_scaling. If a file has both,
-// rope_scaling wins, as it does in transformers: it replaces rope_parameters, or is merged into the
-// parameters of full attention if windowed layers have a separate embedding.
+// Newer files use rope_parameters, older ones rope_theta and rope_scaling. If a file contains both,
+// rope_scaling takes precedence, as it does in transformers. It replaces rope_parameters or, if
+// windowed layers use a separate embedding, is merged into the parameters of full attention.
 func readRope(o *object, f family, positions int) (full, local rope) {
 	full = rope{theta: o.float("rope_theta", f.theta), kind: "default"}
 	full.check(o, "rope_theta")

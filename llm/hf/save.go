@@ -33,7 +33,7 @@ const (
 	shardBytes   = 5 << 30
 )
 
-// SaveOption changes what SavePretrained writes.
+// SaveOption configures what SavePretrained writes.
 type SaveOption func(*saving)
 
 type saving struct {
@@ -46,12 +46,13 @@ type saving struct {
 	err      error
 }
 
-// Like takes from a folder everything that the model itself doesn't hold: config.json and
-// generation_config.json, the types of tensors, and the tokenizer's files. The folder may be closed.
+// Like takes everything that the model itself doesn't hold from a folder, namely config.json and
+// generation_config.json, the types of tensors, and the tokenizer's files. The folder may already be
+// closed.
 func Like(f *Folder) SaveOption { return func(s *saving) { s.like = f } }
 
-// WithDtype writes all tensors as float32, float16 or bfloat16. By default each tensor keeps the type
-// that it has in the folder given to [Like], or is written as float32 without a folder.
+// WithDtype writes all tensors as float32, float16 or bfloat16. By default, each tensor keeps its
+// type in the folder given to [Like], or is written as float32 if there is no folder.
 func WithDtype(name string) SaveOption {
 	return func(s *saving) {
 		for d, n := range dtypeNames {
@@ -94,12 +95,12 @@ func WithSaveProgress(f func(done, total int64)) SaveOption {
 // SavePretrained writes a model as a folder that transformers can load, with config.json,
 // generation_config.json, safetensors files and the files of a tokenizer.
 //
-// The folder must be new or empty, and it appears only once it is complete. If another process writes to
-// it first, SavePretrained does not touch it and returns an error that wraps fs.ErrExist.
+// The folder must be new or empty, and appears only once it is complete. If another process writes to
+// it first, SavePretrained leaves it alone and returns an error that wraps fs.ErrExist.
 //
-// SavePretrained rejects a model if its seeds change its results, because transformers has no such
-// layers. Dormant seeds are dropped. If a trainer is running, SavePretrained waits until the current
-// step ends, and the run waits for SavePretrained.
+// SavePretrained rejects models whose seeds change their results, because transformers does not
+// support such layers. Dormant seeds are dropped. If a trainer is running, SavePretrained waits until
+// the current step ends, and the run waits for SavePretrained.
 func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveOption) error {
 	s := &saving{shard: shardBytes, files: map[string][]byte{}}
 	for _, opt := range opts {
@@ -116,8 +117,8 @@ func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveO
 	return nil
 }
 
-// CheckSave returns an error if SavePretrained would reject any model of the given configuration. A
-// long run calls it before its first step.
+// CheckSave returns an error if SavePretrained would reject any model of the given configuration.
+// Long runs call it before their first step.
 func CheckSave(c llm.Config, opts ...SaveOption) error {
 	s := &saving{shard: shardBytes, files: map[string][]byte{}}
 	for _, opt := range opts {
@@ -199,12 +200,12 @@ func (s *saving) writeFiles(dir string) error {
 	return nil
 }
 
-// Plain returns the model as other programs represent it. Growth that is fossilized at weights and in the
-// residual stream becomes part of the model, and the parameters are then copies. If any other seed
-// changes the model's results, Plain returns an error that names the seed.
+// Plain returns the model as other programs represent it. Fossilized growth at weights and in the
+// residual stream becomes part of the model, in which case the parameters are copies. If any other
+// seed changes the model's results, Plain returns an error that names the seed.
 //
-// While a trainer runs, Plain waits until the current step ends. If it returns m itself, training
-// continues to change the result.
+// While a trainer runs, Plain waits until the current step ends. If it returns m itself, further
+// training changes the result.
 func Plain(m *llm.Model) (*llm.Model, error) {
 	done, err := m.Current()
 	if err != nil {
@@ -414,7 +415,7 @@ func unfit(dtype safetensors.DType) func(float32) bool {
 	}
 }
 
-// source returns a tensor that is converted while it is written.
+// source returns a tensor that is converted while being written.
 func (s *saving) source(t stored, m *llm.Model) safetensors.Source {
 	const piece = 1 << 16
 	dtype := s.dtypeOf(t.params[0])

@@ -57,7 +57,7 @@ func openWeights(dir string) (*weights, error) {
 	return w, nil
 }
 
-// noWeights returns an error that names unsupported weight files, if the folder has any.
+// noWeights returns an error that names the folder's unsupported weight files, if any.
 func noWeights(dir string) error {
 	for _, pattern := range []string{"pytorch_model*.bin", "*.pth", "*.pt", "*.gguf"} {
 		if found, _ := filepath.Glob(filepath.Join(dir, pattern)); len(found) > 0 {
@@ -134,7 +134,7 @@ func (w *weights) openShards(dir string, text []byte) error {
 	return nil
 }
 
-// add opens a file. It is an error if another file has one of its tensors.
+// add opens a file. It is an error if one of its tensors is also in another file.
 func (w *weights) add(dir, name string) error {
 	f, err := safetensors.Open(filepath.Join(dir, name))
 	if err != nil {
@@ -245,7 +245,7 @@ func (f *Folder) Tensors() []TensorInfo {
 	return all
 }
 
-// dtypeOf returns the type that a parameter has in the weights, or "" if it is missing.
+// dtypeOf returns a parameter's type in the weights, or "" if it is missing.
 func (w *weights) dtypeOf(param string) safetensors.DType {
 	p, ok := w.places[param]
 	if !ok {

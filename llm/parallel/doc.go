@@ -1,4 +1,5 @@
-// Package parallel trains a model on several processes, its ranks, with the bits of one.
+// Package parallel trains a model on several processes, called ranks. The result is bit-identical to
+// that of a single process.
 //
 //	world, err := comm.Join(ctx, place, options)
 //	team, err := parallel.Join(ctx, world)
@@ -6,28 +7,29 @@
 //	err = trainer.Run(ctx)
 //	err = errors.Join(err, team.Close(err))
 //
-// This example trains on CPUs. For GPUs, use Join and Parallel of package llm/gpu. Every rank creates the
-// same model, loader, optimizer and callbacks. A run starts by comparing the ranks. If the data, options,
-// parameters or seeds of a rank differ, the run fails with an error that names the rank.
+// This example trains on CPUs. For GPUs, use Join and Parallel of package llm/gpu. Every rank creates
+// the same model, loader, optimizer and callbacks. A run starts by comparing them, and if a rank's
+// data, options, parameters or seeds differ, it fails with an error that names the rank.
 //
 // # A step
 //
-// A step has M = TrainConfig.Accumulate batches on any number N of ranks. The loader of every rank returns
-// all M batches, so that the loaders stay synchronized. Rank m mod N computes batch m.
+// A step consists of M = TrainConfig.Accumulate batches, whatever the number N of ranks. The loader
+// of every rank returns all M batches, so that the loaders stay synchronized. Rank m mod N computes
+// batch m.
 //
 //  1. After each round of N batches, every rank sends each owner the owner's shard of its gradient
-//     while it computes the next batch. The owner adds the shards in the order of the batches
-//     (comm.OrderedSum). The step's gradients are therefore bit-identical to those of a single rank
-//     that accumulates M batches.
-//  2. The ranks exchange losses and the telemetry of the lattices, and merge both in the order of the
-//     batches. Lattices merge moments, never averages, so they are equal on all ranks. On GPUs, this
-//     happens during stage 4, after the ranks have agreed during stage 1 that an update is possible (see
-//     [Team.Step]). The same messages carry everything else that the ranks need to know, such as a
-//     request to stop, so ranks do not communicate between ordinary steps.
+//     while it computes the next batch. The owner adds the shards in batch order (comm.OrderedSum).
+//     The step's gradients are therefore bit-identical to those of a single rank that accumulates M
+//     batches.
+//  2. The ranks exchange losses and the telemetry of the lattices, and merge both in batch order.
+//     Lattices merge moments, never averages, so they are equal on all ranks. On GPUs, this happens
+//     during stage 4, after the ranks have agreed during stage 1 that an update is possible (see
+//     [Team.Step]). The same messages carry everything else the ranks need to know, such as requests
+//     to stop, so ranks do not communicate between ordinary steps.
 //  3. The norm of the gradient is the root of a sum over fixed blocks of optim.PartGrain elements. Each
 //     owner computes the sums of its blocks, and every rank adds them in the same order.
-//  4. Each owner clips and updates its shard. Shards consist of whole blocks, and a matrix that Muon
-//     updates is in a single shard, so each element is computed as on a single rank.
+//  4. Each owner clips and updates its shard. Shards consist of whole blocks, and a matrix updated by
+//     Muon lies in a single shard, so each element is computed as on a single rank.
 //  5. The owners send the new weights to all ranks.
 //
 // This corresponds to stage 2 of ZeRO: a rank holds all weights, but only the gradient sums and moments
@@ -45,11 +47,11 @@
 //
 // # Failures
 //
-// An error in a batch is returned on all ranks. If a rank dies or ends its run with an error (see
-// [Team.Close]), the run ends on all ranks with a *comm.RankError that names it, even if they are
-// waiting for that rank. The same happens if a rank hangs for longer than comm.Options.Deadline.
+// An error in a batch is returned on all ranks. If a rank dies or terminates its run with an error
+// (see [Team.Close]), the run fails on all ranks with a *comm.RankError that names it, even if they
+// are waiting for that rank. The same happens if a rank hangs for longer than comm.Options.Deadline.
 //
-// Steps, evaluations and samples report progress. Saving a checkpoint and making an engine are
-// declared as long work, and the other ranks wait for it without a limit. Callbacks that may take longer
-// than the deadline must declare this with [Team.Busy].
+// Steps, evaluations and samples report progress. Saving a checkpoint and creating an engine are
+// declared as long work, for which the other ranks wait without a time limit. Callbacks that may take
+// longer than the deadline must declare this with [Team.Busy].
 package parallel

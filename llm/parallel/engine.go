@@ -32,8 +32,8 @@ type engine struct {
 	optimizer optim.Partial
 	config    llm.TrainConfig
 	train     llm.Runner
-	// grads has the gradients of one batch. Before an update, the parts of this rank have the gradients of
-	// the whole step.
+	// grads holds the gradients of one batch. Before an update, the parts of this rank hold the
+	// gradients of the whole step.
 	grads []gorgonia.ValueGrad
 	*layout
 	parts []optim.Part // the parts of this rank
@@ -203,7 +203,7 @@ func (e *engine) Add(r Round) error {
 	return e.sum.Add(e.acc, e.contribution, r.Contributors, r.First, 0)
 }
 
-// each calls f for every parameter with the memory of its value and of its gradient.
+// each calls f with the value and gradient memory of every parameter.
 func (e *engine) each(f func(s stretch, value, grad any)) error {
 	ps, err := e.reader.Read(e.grads)
 	if err != nil {

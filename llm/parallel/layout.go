@@ -15,7 +15,7 @@ type layout struct {
 	params []stretch
 	shards comm.Shards
 
-	// kernels has the update kernel of each parameter, and moments the largest number of moments of a
+	// kernels holds each parameter's update kernel, and moments the largest number of moments of any
 	// kernel.
 	kernels map[string]*optim.Kernel
 	moments int
@@ -24,7 +24,7 @@ type layout struct {
 	reader params.Reader
 }
 
-// stretch is the place of a parameter in the buffer.
+// stretch is a parameter's section of the buffer.
 type stretch struct {
 	name    string
 	at, len int

@@ -53,11 +53,12 @@ func MeetWith(ctx context.Context, getenv func(string) string, batches int, o co
 	return comm.Join(ctx, place, o)
 }
 
-// First reports whether this process writes files and messages: whether it is rank 0 or the team is nil.
+// First reports whether this process is responsible for files and messages, which is the case if it
+// is rank 0 or the team is nil.
 func (t *Team) First() bool { return t == nil || t.Rank() == 0 }
 
-// InTurn calls f on rank 0 first and then on all other ranks, which can use the files that rank 0 has
-// written. If f fails on rank 0, it is not called on other ranks. Without a team, InTurn just calls f.
+// InTurn calls f on rank 0 first and then on all other ranks, which can use the files written by rank
+// 0. If f fails on rank 0, it is not called on other ranks. Without a team, InTurn just calls f.
 func (t *Team) InTurn(f func() error) error {
 	if f == nil {
 		return errors.New("parallel: InTurn: the function is nil")

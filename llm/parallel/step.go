@@ -26,7 +26,7 @@ func (r result) unfit() bool { return r.Err != "" || r.Loss-r.Loss != 0 }
 
 // report is the message of a rank about its batches in a step.
 type report struct {
-	Word     []byte   // message of the trainer
+	Word     []byte   // the trainer's message
 	Lattices uint32   // digest before the step
 	Err      string   // error that prevents the step on this rank
 	Unfit    bool     // a batch of this rank rules out an update
@@ -35,17 +35,17 @@ type report struct {
 
 // Worker computes the part of a step that belongs to one rank.
 type Worker interface {
-	// Compute computes the gradients of a single batch of a round and returns the loss. When it returns,
-	// the lattices have the telemetry of the batch.
+	// Compute computes the gradients of a single batch of a round and returns the loss. When it
+	// returns, the lattices hold the batch's telemetry.
 	Compute(b data.Batch, r Round) (float64, error)
-	// Add adds the latest gradients of the round's contributors to the sums of their owners, unless
-	// Compute has already done so. It may return before the transfer is complete.
+	// Add adds the latest gradients of the round's contributors to their owners' sums, unless Compute
+	// has already done so. It may return before the transfer is complete.
 	Add(r Round) error
 	// Land waits until all transfers are complete.
 	Land() error
 }
 
-// Round is a part of a step: a batch at each of the first Contributors ranks.
+// Round is a part of a step in which each of the first Contributors ranks computes one batch.
 type Round struct {
 	Contributors int
 	First        bool // of the step
@@ -103,8 +103,8 @@ func (t *Team) rounds(w Worker, n int, next func() (data.Batch, error),
 	return loader, nil
 }
 
-// compared exchanges reports and checks them. All ranks return an error if the loader of a rank has failed
-// or if the lattices of a rank differ from the lattices of rank 0.
+// compared exchanges reports and checks them. All ranks return an error if a rank's loader failed or
+// if its lattices differ from rank 0's.
 func (t *Team) compared(own report, loader error) ([]report, error) {
 	if loader != nil {
 		own.Err = loader.Error()
@@ -185,7 +185,7 @@ func compute(m *llm.Model, w Worker, b data.Batch, in Round, i int) result {
 	return resultOf(loss, measured, err)
 }
 
-// note makes the lattices set aside the telemetry of the i-th batch until noted is called.
+// note makes the lattices record the telemetry of the i-th batch separately until noted is called.
 func note(m *llm.Model, i int) []state.Measured {
 	measured := make([]state.Measured, m.Kasmina.Layers())
 	for k, l := range m.Kasmina.Lattices() {
@@ -212,14 +212,14 @@ func resultOf(loss float64, measured []state.Measured, err error) result {
 // changes its parameters.
 type Stepper interface {
 	Worker
-	// Start starts to compute the gradients of a batch, as Compute does. Wait waits for them and returns
-	// the loss; the lattices then have the telemetry of the batch.
+	// Start starts computing the gradients of a batch, like Compute. Wait waits for them and returns
+	// the loss; the lattices then hold the batch's telemetry.
 	Start(b data.Batch, r Round) error
 	Wait() (float64, error)
 	// Finish performs the update after the last round of a step. The argument started reports whether
-	// this rank started a batch in that round. As soon as the passes have reported, Finish calls report
-	// with the loss, or with 0 if the rank has no batch. The update continues during the call. Finish
-	// returns an error of report.
+	// this rank started a batch in that round. As soon as the passes have reported, Finish calls
+	// report with the loss, or with 0 if the rank has no batch. The update continues during the call.
+	// Finish returns any error from report.
 	Finish(started bool, report func(loss float64) error) (norm float64, err error)
 }
 

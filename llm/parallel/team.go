@@ -37,8 +37,8 @@ func Join(ctx context.Context, w *comm.World) (*Team, error) {
 	return newTeam(w, g, host), nil
 }
 
-// On returns a team for ranks that exchange gradients in the memory of their GPUs. Package llm/gpu uses it.
-// The team takes ownership of the world and the group.
+// On returns a team for ranks that exchange gradients in the memory of their GPUs. It is used by
+// package llm/gpu. The team takes ownership of the world and the group.
 func On(w *comm.World, g comm.Group) *Team { return newTeam(w, g, nil) }
 
 // errZero reports the use of a zero Team.
@@ -48,7 +48,7 @@ func newTeam(w *comm.World, g comm.Group, host *loopback.Host) *Team {
 	t := &Team{world: w, group: g, host: host}
 	watching, stop := context.WithCancel(context.Background())
 	t.stop = stop
-	// An error of Watch also reaches every caller that waits for the group.
+	// An error from Watch also reaches every caller waiting for the group.
 	t.watch.Go(func() { _ = comm.Watch(watching, w, t.group, 0) })
 	return t
 }
@@ -138,7 +138,7 @@ func (t *Team) Exchange(value []byte) ([][]byte, error) { return t.exchange(valu
 // other ranks.
 func (t *Team) Blame(err error) error { return t.blame(err) }
 
-// Failed reports whether a rank has failed, so that collectives cannot complete any more.
+// Failed reports whether a rank has failed, so that collectives can no longer complete.
 func (t *Team) Failed() bool { return t.world.Err() != nil }
 
 // Progress reports to rank 0 that this rank is working. Call it regularly during long work.

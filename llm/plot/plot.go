@@ -1,5 +1,5 @@
 // Package plot draws the curves of training runs. It is separate from package llm so that only
-// programs that draw depend on fonts and a plotting library.
+// programs that plot depend on fonts and a plotting library.
 package plot
 
 import (
@@ -30,16 +30,16 @@ func WithLogSteps() CurveOption {
 	return func(c *lossCurve) { c.logSteps = true }
 }
 
-// LossCurve returns a callback that draws the losses of a run over its steps, as a PNG picture at
-// path. It creates the folders of path.
+// LossCurve returns a callback that plots a run's losses over its steps, as a PNG image at path. It
+// creates missing directories.
 //
 // The picture shows the training loss (thin), the smoothed training loss, and the held-out loss, all
-// in nats per token. It is redrawn after each evaluation and at the end of the run. A reader of the
-// file sees the old picture or the new one, never a part of one.
+// in nats per token. It is redrawn after each evaluation and at the end of the run. Concurrent
+// readers of the file see either the old or the new picture, never a partial one.
 //
-// If a run is resumed, the earlier points are taken from the log that [runlog.JSON] wrote to logPath. If
-// logPath is empty, the curve starts with this process. If the picture cannot be written, the run fails
-// with an error before its first step.
+// In a resumed run, the earlier points are taken from the log that [runlog.JSON] wrote to logPath. If
+// logPath is empty, the curve starts with this process. If the picture cannot be written, the run
+// fails with an error before its first step.
 func LossCurve(path, logPath string, options ...CurveOption) llm.Callback {
 	var c lossCurve
 	for _, o := range options {

@@ -1,7 +1,7 @@
 // Package runlog reports on a training run by means of its events.
 //
-// [Progress] shows a progress bar to the person watching the run. [JSON] writes a log that programs and
-// people can read later; [Read] reads such a log, and [Tail] follows a log that is still growing.
+// [Progress] shows a progress bar to the person watching the run. [JSON] writes a log that programs
+// and people can read later, which [Read] reads and [Tail] follows while it is still growing.
 package runlog
 
 import (
@@ -25,8 +25,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// JSON returns a callback that appends one line of JSON per event to the file at path. It creates
-// the file and its folders if necessary.
+// JSON returns a callback that appends one line of JSON per event to the file at path. It creates the
+// file and its parent directories if necessary.
 //
 // Every record contains "time", "event", "step" and "elapsed_s", the seconds since this process
 // started the run. The remaining fields depend on the event:
@@ -54,9 +54,9 @@ import (
 //	failed      error
 //	end         train_loss, tokens_per_s, val_loss, val_bpb, and error after a failure
 //
-// An "epoch" record is written for each Kasmina layer at the end of an epoch, after a person has
-// steered seeds, and before the end of a run if there is news. It precedes the "step" record of the
-// same step, and a layer with many seeds is split over several records. "epoch" counts the
+// An "epoch" record is written for each Kasmina layer at the end of an epoch, after a person steers
+// seeds, and before the end of a run if there are further events. It precedes the "step" record of
+// the same step, and a layer with many seeds is split over several records. "epoch" counts the
 // completed epochs, and "layer" is an index into llm.Config.Kasmina. Each state contains:
 //
 //	seed        index in the layer, starting at 0
@@ -112,7 +112,7 @@ func JSON(path string, opts ...Option) llm.Callback {
 			return err
 		}
 
-		// A single write call: if the process is killed, at most the last line is incomplete.
+		// With a single write call, at most the last line is incomplete if the process is killed.
 		_, err = file.Write(lines)
 		if e.Kind == llm.RunEnd || err != nil {
 			err = errors.Join(err, file.Close())
@@ -139,8 +139,8 @@ func On(facts map[string]string) Option {
 	}
 }
 
-// Records returns the records that [JSON] writes for an event, in order. An EpochEnd without
-// reports has none.
+// Records returns the records that [JSON] writes for an event, in order. An EpochEnd without reports
+// yields none.
 func Records(e llm.Event) []Record {
 	if e.Kind == llm.EpochEnd {
 		return epochRecords(e)
@@ -294,16 +294,16 @@ func share(e llm.Event) *jsonfloat.Float {
 }
 
 // Limits of a record. A "step" record takes a few hundred bytes, and an "epoch" record a few hundred
-// for each of at most lineSeeds seeds. Decoding can take much more memory than the text does, so
-// the number of values is limited too.
+// for each of at most lineSeeds seeds. Decoding can take much more memory than the text, so the
+// number of values is limited too.
 const (
 	maxRecord = 1 << 20 // bytes
 	maxValues = 1 << 14
-	maxLine   = 1 << 28 // bytes of any line: a file without line ends is not a log
+	maxLine   = 1 << 28 // bytes of any line, since a file without line ends is not a log
 )
 
-// Read calls f for each record of the log at path, in order. It skips lines that are not records.
-// A file that does not exist has no records; a file without line ends is an error.
+// Read calls f for each record of the log at path, in order. It skips lines that are not records. If
+// the file does not exist, Read returns no error. A file without line ends is an error.
 func Read(path string, f func(Record)) error {
 	_, err := ReadFrom(path, 0, f)
 	return err

@@ -22,8 +22,8 @@ import (
 // remaining time, the speed, and the number of growing seeds by stage. If the line is too short for
 // everything, the last figures are omitted.
 //
-// On a terminal the bar is redrawn in place, at most ten times per second. Any other writer, such
-// as a file, gets a line after each evaluation and otherwise every ten seconds.
+// On a terminal, the bar is redrawn in place at most ten times per second. To any other writer, such
+// as a file, a line is written after each evaluation and otherwise every ten seconds.
 func Progress(w io.Writer) llm.Callback {
 	p := &progress{w: w, terminal: isTerminal(w), columns: columnsOf(w)}
 	return func(e llm.Event) error {
@@ -46,7 +46,7 @@ type progress struct {
 	terminal bool
 	columns  func() int    // width of the terminal; nil if it is unknown
 	start    int           // first step of this process
-	since    llm.Event     // start of the current pace: the start of the run, or the last growth
+	since    llm.Event     // start of the current pace, which is the start of the run or the last growth
 	step     int           // step of the last bar
 	drawn    time.Duration // Elapsed of the last bar
 	seeds    string        // growing seeds by stage, "" if there are none
@@ -157,9 +157,8 @@ func (p *progress) line(s string) {
 	p.write(s + "\n")
 }
 
-// padded appends spaces to s so that it covers the bar on the current line. Unlike an escape code
-// this works on every terminal. It adds none beyond the width of the terminal, which may have
-// shrunk.
+// padded appends spaces to s so that it covers the bar on the current line. Unlike escape codes, this
+// works on every terminal. It adds none beyond the width of the terminal, which may have shrunk.
 func (p *progress) padded(s string) string {
 	n := utf8.RuneCountInString(s)
 	s += strings.Repeat(" ", max(0, min(p.width, p.room())-n))
@@ -167,8 +166,8 @@ func (p *progress) padded(s string) string {
 	return s
 }
 
-// room returns the maximum length of the bar. Terminals wrap a line that fills their width, and a bar
-// of two lines cannot be redrawn in place.
+// room returns the maximum length of the bar. Terminals wrap a line that fills their width, and a
+// two-line bar cannot be redrawn in place.
 func (p *progress) room() int {
 	if p.columns != nil {
 		if n := p.columns(); n > 0 {

@@ -36,7 +36,7 @@ const markSize = 1 << 12
 //
 // If the log has been deleted, truncated or overwritten since the previous Read, Read first calls
 // restart and then calls f for all records of the new log. A missing log is an error, after which
-// Read may be called again: nothing is lost unless another log has taken its place.
+// Read may be called again without loss unless the log has been replaced in the meantime.
 func (t *Tail) Read(restart func(), f func(Record)) (changed time.Time, err error) {
 	file, _, err := regular.Open(t.path)
 	if err != nil {
@@ -88,7 +88,7 @@ func (t *Tail) continues(file *os.File, info fs.FileInfo) (bool, error) {
 	}
 
 	first, last, err := marks(file, t.end)
-	if errors.Is(err, io.EOF) { // truncated at this moment
+	if errors.Is(err, io.EOF) { // truncated just now
 		return false, nil
 	}
 

@@ -23,7 +23,8 @@ type Config struct {
 	// after TopK, add up to at least TopP; 0 keeps all. (Holtzman et al., "The curious case of neural
 	// text degeneration", 2020.)
 	//
-	// In other programs a top_p of 0 keeps only the most probable token: use [MostProbable] for that.
+	// In other programs, a top_p of 0 keeps only the most probable token; use [MostProbable] for
+	// that.
 	TopP float64
 	// MinP in [0, 1] keeps only tokens that are at least MinP times as probable as the most probable
 	// one; 0 keeps all. It applies after TopK and TopP. (Nguyen et al., "Turning up the heat: min-p
@@ -42,13 +43,13 @@ type Config struct {
 	// Bias is added to the logits of the given tokens. -Inf rules a token out.
 	Bias map[int]float64
 
-	// LogProbs makes Draw compute the log-probabilities that LogProb and Top return. Top has the
+	// LogProbs makes Draw compute the log-probabilities that LogProb and Top return. Top returns the
 	// given number of tokens.
 	LogProbs bool
 	Top      int
 
-	// Vocab is the size of the tokenizer's vocabulary if the model's is larger: ids of Vocab and above
-	// are never drawn. If it is 0, all logits count.
+	// Vocab is the size of the tokenizer's vocabulary if the model's is larger, so that ids of Vocab
+	// and above are never drawn. If it is 0, all logits count.
 	Vocab int
 	Seed  uint64
 }
@@ -65,9 +66,9 @@ func Nucleus(p float64) float64 {
 	return p
 }
 
-// A Sampler draws tokens. Among tokens with equal logits, the one with the smallest id counts as the most
-// probable. The tokens drawn depend only on the config and the logits. A Sampler must not be used by
-// several goroutines at once.
+// A Sampler draws tokens. Among tokens with equal logits, the one with the smallest id counts as the
+// most probable. The tokens drawn depend only on the config and the logits. A Sampler is not safe for
+// concurrent use.
 type Sampler struct {
 	config  Config
 	source  *rand.PCG
@@ -138,7 +139,7 @@ func New(c Config) (*Sampler, error) {
 	return s, nil
 }
 
-// Observe tells the sampler about tokens that it has not drawn, such as those of a prompt. Repetition
+// Observe informs the sampler of tokens it has not drawn, such as those of a prompt. Repetition
 // applies to them.
 func (s *Sampler) Observe(ids ...int) {
 	if s.occurred == nil {
@@ -166,8 +167,9 @@ func (s *Sampler) adjusted(id int, logit float64) float64 {
 	return logit + s.config.Bias[id]
 }
 
-// LogProb returns the log-probability of the last token drawn. It is that of the model: neither
-// temperature nor any other setting changes it, except that tokens outside Vocab do not count.
+// LogProb returns the log-probability of the last token drawn. This is the model's own
+// log-probability, unaffected by temperature or any other setting except that tokens outside Vocab
+// are ignored.
 func (s *Sampler) LogProb() float64 { return s.logProb }
 
 // Top returns the tokens that were most probable at the last draw, in order, and their
@@ -368,7 +370,7 @@ func (s *Sampler) State() ([]byte, error) {
 	return s.source.MarshalBinary()
 }
 
-// SetState restores a state that State returned.
+// SetState restores a state returned by State.
 func (s *Sampler) SetState(state []byte) error {
 	if s == nil {
 		return errors.New("sampler: Sampler.SetState: the sampler is nil: New makes one")

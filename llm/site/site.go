@@ -28,11 +28,11 @@ import (
 // used, and neither the stability modes nor the clipping of a Kasmina layer apply to the graph.
 //
 // In the stream, x is the normalized stream [rows, D], and the result is added to the stream. At a
-// weight, x is the weight [out, in], and the result is added to the weight. In both cases the result has
-// the shape of x. It should initially be 0 or nearly 0, because otherwise grafting makes the model worse
-// at first.
+// weight, x is the weight [out, in], and the result is added to the weight. In both cases the result
+// has the shape of x. It should initially be 0 or nearly 0, because otherwise grafting would make the
+// model worse at first.
 //
-// A Build function may be called by several goroutines at once.
+// A Build function may be called by several goroutines concurrently.
 type Build func(x *gorgonia.Node, params gorgonia.Nodes, size int) (*gorgonia.Node, error)
 
 var (

@@ -29,14 +29,14 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Events returns a callback that writes an event file for each run to a folder. It creates the folder
+// Events returns a callback that writes an event file for each run to a directory, which it creates
 // if necessary.
 //
 // The scalars are train/loss, train/learning_rate, train/gradient_norm, train/tokens_per_second,
 // validation/loss, validation/bits_per_byte and, for each stage, seeds/STAGE with the number of
 // seeds. Samples are written as the text "sample". After each epoch, the histograms
 // lattice/LAYER/alpha, dead_ratio, variance and gradient_norm are written for each lattice. Events
-// omits numbers that are NaN or infinite.
+// omits NaN and infinite numbers.
 func Events(folder string) llm.Callback {
 	w := &writer{folder: folder}
 	return func(e llm.Event) error {
@@ -187,7 +187,7 @@ func text(tag, s string) []byte {
 	return field(field(named(tag), 8, tensor), 9, metadata)
 }
 
-// buckets is the number of buckets of a histogram. They have equal widths.
+// buckets is the number of equally wide buckets in a histogram.
 const buckets = 30
 
 // histogram returns a value that contains the distribution of numbers.

@@ -27,20 +27,20 @@ import (
 // Rare Words with Subword Units", 2016; on bytes as in Radford et al., "Language Models are Unsupervised
 // Multitask Learners", 2019).
 //
-// Text is first divided into pieces: roughly, words with the space before them, numbers, punctuation, and
-// line ends with the indentation after them. The tokens of a piece are initially its bytes. Encoding then
-// repeatedly merges the neighboring pair that training merged first, the leftmost one if there are
-// several, until no pair can be merged.
+// Text is first divided into pieces, which are roughly words with the space before them, numbers,
+// punctuation, and line ends with the indentation after them. Initially, each byte of a piece is a
+// token. Encoding then repeatedly merges the neighboring pair that training merged first, the
+// leftmost one if there are several, until no pair can be merged.
 //
 //	ids 0 to 255           the bytes
 //	ids 256 to 255+merges  the merged pairs, in the order of training
 //	id  256+merges         the end of a document: never produced by Encode, decoded as nothing
 //
-// A model may have a larger vocabulary than VocabSize, for example a multiple of a size that suits the
-// hardware. The additional ids are unused.
+// A model's vocabulary may be larger than VocabSize, for example to make it a multiple of a size that
+// suits the hardware. The additional ids are unused.
 //
-// The zero BPE has no merges: its tokens are the bytes and the end of a document. Several goroutines may
-// use a BPE at the same time.
+// The zero BPE contains no merges, so its tokens are the bytes and the end of a document. A BPE is
+// safe for concurrent use.
 type BPE struct {
 	name   string
 	merges []pair
@@ -55,8 +55,9 @@ type pair struct{ left, right int32 }
 // maxVocab is the largest vocabulary for TrainBPE and LoadBPE. A larger number is probably a mistake.
 const maxVocab = 1 << 20
 
-// newBPE returns the encoding with the given merges. It is an error if a merge uses a token that does not
-// exist yet, produces a token longer than a piece, or occurs twice. Training never does any of this.
+// newBPE returns the encoding with the given merges. It is an error if a merge uses a token that does
+// not exist yet, produces a token longer than a piece, or occurs twice, none of which happens in
+// training.
 func newBPE(merges []pair) (*BPE, error) {
 	b := &BPE{merges: merges, merged: newPairTable(merges)}
 	sizes := make([]uint8, 256+len(merges)) // length of each token in bytes
@@ -102,9 +103,9 @@ func (b *BPE) orEmpty() *BPE {
 	return b
 }
 
-// appendToken appends the bytes of a token by appending both tokens that were merged. They are shorter,
-// so the depth of the recursion is at most the length of a piece. A table of the bytes of all tokens
-// would take many times the memory of the merges.
+// appendToken appends the bytes of a token by appending both tokens that were merged. They are
+// shorter, so the depth of the recursion is at most the length of a piece. A table with the bytes of
+// all tokens would take many times as much memory as the merges.
 func (b *BPE) appendToken(text []byte, id int) []byte {
 	switch {
 	case id < 256:
@@ -140,7 +141,7 @@ func (b *BPE) Encode(text []byte) []int {
 	return ids
 }
 
-// Decode returns the bytes of the tokens. The end-of-document token has no bytes.
+// Decode returns the bytes of the tokens. The end-of-document token decodes to nothing.
 func (b *BPE) Decode(ids []int) ([]byte, error) {
 	b = b.orEmpty()
 	var text []byte
@@ -155,7 +156,7 @@ func (b *BPE) Decode(ids []int) ([]byte, error) {
 }
 
 // A bpeEncoder holds the buffers for encoding in one goroutine and a cache with the tokens of earlier
-// pieces. Most of a text consists of a few frequent pieces.
+// pieces. Most text consists of a few frequent pieces.
 type bpeEncoder struct {
 	bpe   *BPE
 	cache map[string]span
@@ -233,8 +234,8 @@ func (e *bpeEncoder) becomes(i int) int32 {
 		e.parts[i+1]})
 }
 
-// A pairTable maps pairs to the ids of their merges, using open addressing. A map would take three times
-// the memory. The hash has a random key, so that a file cannot make all pairs collide.
+// A pairTable maps pairs to the ids of their merges, using open addressing. A map would take three
+// times as much memory. The hash has a random key, so that a file cannot make all pairs collide.
 type pairTable struct {
 	merges []pair
 	// 0 means empty; the length is a power of two, and at most half of the entries are used
@@ -274,12 +275,12 @@ func (t *pairTable) slot(p pair) uint64 {
 	return at
 }
 
-// bpeHeader is the first line of the file of a BPE. Its number increases when the format changes, or the
-// division of text into pieces, because both affect the ids of a text.
+// bpeHeader is the first line of the file of a BPE. Its number increases when the format or the
+// division of text into pieces changes, because both affect the ids of a text.
 const bpeHeader = "kasmina bpe 1\n"
 
-// Save writes the encoding to a text file. It replaces an existing file atomically: if the process is
-// killed, the file is either the old or the new one. Save creates missing folders.
+// Save writes the encoding to a text file. It replaces an existing file atomically, so the file is
+// either the old or the new one even if the process is killed. Save creates missing directories.
 //
 //	kasmina bpe 1        the format
 //	merges N
@@ -313,7 +314,8 @@ func (b *BPE) writeLines(w io.Writer) {
 	}
 }
 
-// maxBPEFile is the size of the largest valid file: the most merges, each as long as "1048575 1048575\n".
+// maxBPEFile is the size of the largest valid file, which contains the maximum number of merges, each
+// as long as "1048575 1048575\n".
 const maxBPEFile = 16*maxVocab + 256
 
 // LoadBPE reads a file written by Save. If the file is corrupted or has a different format, the error

@@ -2,8 +2,8 @@ package tokenizer
 
 import "unicode/utf8"
 
-// maxPiece is the largest length in bytes of a piece and thus of a token. It limits the time for hostile
-// texts. Few texts have longer words, rules or indentations.
+// maxPiece is the largest length in bytes of a piece and thus of a token. It limits the time for
+// hostile texts. Few texts contain longer words, rules or indentations.
 const maxPiece = 128
 
 // A class is the role of a rune for nextPiece.
@@ -17,9 +17,9 @@ const (
 	pastEnd              // no rune: the end of the text
 )
 
-// symbols lists the runes beyond ASCII that are not letters: roughly, the blocks of punctuation,
-// mathematics and pictures. Package unicode is more precise, but differs between versions of Go, and a
-// vocabulary must produce the same tokens with every version.
+// symbols lists the non-ASCII runes that are not letters, which are roughly the blocks of
+// punctuation, mathematics and pictures. Package unicode is more precise, but differs between
+// versions of Go, and a vocabulary must produce the same tokens with every version.
 var symbols = [][2]rune{
 	{0x80, 0xbf}, {0xd7, 0xd7}, {0xf7, 0xf7}, // Latin-1
 	// general punctuation to symbols and arrows
@@ -57,8 +57,8 @@ var asciiClass = func() (table [utf8.RuneSelf]class) {
 	return table
 }()
 
-// nextPiece returns the length of the first piece of a text, which must not be empty. A piece has at most
-// maxPiece bytes and is one of these:
+// nextPiece returns the length of the first piece of a text, which must not be empty. A piece is at
+// most maxPiece bytes long and is one of these:
 //
 //	white space with a line end: up to and including the indentation of the next line
 //	blanks, except for the last one, which belongs to the next piece
@@ -119,7 +119,7 @@ func (s pieceScanner) skip(at int, c class) int {
 	}
 }
 
-// space returns the end of the white space and reports whether it has a line end.
+// space returns the end of the white space and reports whether it contains a line end.
 func (s pieceScanner) space(at int) (end int, lines bool) {
 	for {
 		k, n := s.class(at)

@@ -1,5 +1,5 @@
-// Package tokenizer converts text to token ids and back. The tokenizer [Bytes] has one token per byte. A
-// [BPE] is a byte-level byte-pair encoding, which the package can train, save and load. Both are
+// Package tokenizer converts text to token ids and back. The tokenizer [Bytes] uses one token per
+// byte. A [BPE] is a byte-level byte-pair encoding that can be trained, saved and loaded. Both are
 // lossless. Package hf implements the tokenizers of published models.
 package tokenizer
 
@@ -9,10 +9,10 @@ import "fmt"
 // lossless: Decode(Encode(text)) equals text for any bytes, even if they are not valid UTF-8. The
 // tokenizers of package hf may change the text.
 //
-// For bits per byte, the number of bytes of some tokens is the length of the decoded text. Several
-// goroutines may use a Tokenizer at the same time.
+// For bits per byte, the number of bytes represented by tokens is the length of the decoded text. A
+// Tokenizer is safe for concurrent use.
 type Tokenizer interface {
-	// Name identifies the tokenizer with its vocabulary: tokenizers with equal names produce equal ids
+	// Name identifies the tokenizer and its vocabulary. Tokenizers with equal names produce equal ids
 	// for every text. The checkpoints of a Trainer include the name.
 	Name() string
 	VocabSize() int
@@ -22,8 +22,8 @@ type Tokenizer interface {
 	Decode(ids []int) ([]byte, error)
 }
 
-// Bytes is the tokenizer with one token per byte. The id is the value of the byte, and the vocabulary has
-// 256 entries.
+// Bytes is a tokenizer with one token per byte. The id is the value of the byte, so the vocabulary
+// has 256 entries.
 type Bytes struct{}
 
 // Name returns "bytes".
@@ -54,9 +54,9 @@ func (Bytes) Decode(ids []int) ([]byte, error) {
 	return text, nil
 }
 
-// DocumentEnder is implemented by tokenizers, and by tokens, with a token that ends each document.
+// DocumentEnder is implemented by tokenizers, and by tokens, that end each document with a special
+// token.
 type DocumentEnder interface {
-	// EndOfDocument returns the id of that token, or a negative number if the vocabulary has no such
-	// token.
+	// EndOfDocument returns the id of that token, or a negative number if there is no such token.
 	EndOfDocument() int
 }

@@ -11,14 +11,15 @@ import (
 )
 
 // TrainBPE learns merges that compress the text. It repeatedly replaces the most frequent pair of
-// neighboring tokens by a new token. Among equally frequent pairs, it prefers the lower ids. Training
-// ends when the vocabulary has the given size, from 257 to 2^20, or when no pair occurs twice.
+// neighboring tokens with a new token. Among equally frequent pairs, it prefers the lower ids.
+// Training ends when the vocabulary reaches the given size, from 257 to 2^20, or when no pair occurs
+// twice.
 //
 // The same text and size produce the same encoding, regardless of how the reader divides the text. The
 // memory grows with the number of different pieces, but not with the length of the text.
 //
-// TrainBPE calls progress after each merge, unless it is nil. An error from progress or a canceled
-// context ends the training.
+// Unless progress is nil, TrainBPE calls it after each merge. An error from progress or a canceled
+// context stops the training.
 func TrainBPE(ctx context.Context, text io.Reader, vocab int,
 	progress func(merges, total int) error) (*BPE, error) {
 	if ctx == nil {
@@ -47,10 +48,10 @@ func TrainBPE(ctx context.Context, text io.Reader, vocab int,
 	return b, nil
 }
 
-// Merges returns the same merges as TrainBPE, as pairs of ids, for a different division into pieces: next
-// returns the length of the first piece of a text. Ids below 256 are bytes, and merge i produces the id
-// 256+i. A piece must not depend on more than the following 64 KiB. Package hf has the divisions of
-// published models.
+// Merges returns the same merges as TrainBPE, as pairs of ids, for a different division into pieces:
+// next returns the length of the first piece of a text. Ids below 256 are bytes, and merge i produces
+// the id 256+i. A piece must not depend on more than the following 64 KiB. Package hf provides the
+// divisions used by published models.
 func Merges(ctx context.Context, text io.Reader, vocab int, next func(text []byte) int,
 	progress func(merges, total int) error) ([][2]int, error) {
 	switch {
@@ -211,7 +212,7 @@ func (t *bpeTrainer) mostFrequent() (pair, bool) {
 	return pair{}, false
 }
 
-// merge replaces p by id in all words.
+// merge replaces p with id in all words.
 func (t *bpeTrainer) merge(p pair, id int32) {
 	for _, w := range t.pairs[p].words {
 		ids := t.words[w].ids

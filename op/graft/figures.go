@@ -46,13 +46,13 @@ func (o *NormOp) SymDiff(gorgonia.Nodes, *gorgonia.Node, *gorgonia.Node) (gorgon
 	return nil, fmt.Errorf("%v has no gradient", o)
 }
 
-// HealthRows is the largest number of rows that [Health] measures. It measures the first ones.
+// HealthRows is the maximum number of rows that [Health] measures, starting with the first.
 const HealthRows = 256
 
 // DeadBelow is the magnitude below which [Health] counts an element as dead.
 const DeadBelow = 1e-8
 
-// These are the indices of the figures in the result of [Health].
+// Indices of the figures in the result of [Health].
 const (
 	Mean = iota
 	Variance
@@ -66,9 +66,9 @@ const (
 // HealthOp is the op that [Health] applies.
 type HealthOp struct{ opbase.Base }
 
-// Health measures the first [HealthRows] rows of activations x [rows, D] of type float32 or
-// float64. The result is [Figures]: [Mean], [Variance], [Min], [Max] and [DeadRatio] of the
-// elements. The op has no gradient.
+// Health measures the first [HealthRows] rows of activations x [rows, D] of type float32 or float64.
+// The result is a vector of [Figures] elements, which are the [Mean], [Variance], [Min], [Max] and
+// [DeadRatio] of x. The op has no gradient.
 func Health(x *gorgonia.Node) (*gorgonia.Node, error) {
 	if err := checkFloat("Health", x); err != nil {
 		return nil, err

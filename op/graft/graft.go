@@ -1,22 +1,22 @@
-// Package graft provides the ops that attach a blueprint, which a seed grows, to a graph. A value
-// of the graph controls how strongly the blueprint contributes in either direction. The caller may
-// change it between two runs, so a blueprint goes from isolated training to its full contribution
-// without a new graph.
+// Package graft provides the ops that attach a seed's blueprint to a graph. An input of the graph,
+// the matrix of controls, determines how strongly the blueprint contributes in the forward and
+// backward direction. The caller may change it between runs, so a blueprint can progress from
+// isolated training to its full contribution without a new graph.
 //
 // Start with [Blend] for a blueprint that adds to the host's activations, or with [LowRank] for a
 // blueprint that adds to a weight. [Isolate] controls the gradients of the blueprint's input and
 // parameters.
 //
-// The value is a matrix of controls [n, 4] with one row for each seed:
+// The matrix of controls is [n, 4], with one row for each seed:
 //
 //	Forward   α, the factor on the blueprint's contribution to the output
 //	Backward  factor on the gradient of the blueprint's output
 //	Inward    factor on the gradient of the blueprint's input
 //	Learning  factor on the gradients of the blueprint's parameters
 //
-// A seed in training has 0, 1, 0, 1. The output and the gradients of everything before it are then the
-// same as without the blueprint, while the parameters learn as if α were 1. A grafted seed has α, α, 1,
-// 1.
+// The controls of a seed in training are 0, 1, 0, 1. The output and all gradients upstream are then
+// the same as without the blueprint, while its parameters learn as if α were 1. The controls of a
+// grafted seed are α, α, 1, 1.
 package graft
 
 import (
@@ -34,7 +34,7 @@ import (
 // Control is a column of the matrix of controls.
 type Control int
 
-// These are the columns.
+// Columns of the matrix of controls.
 const (
 	Forward Control = iota
 	Backward
@@ -44,14 +44,14 @@ const (
 	Controls = iota // the number of columns
 )
 
-// Row identifies the row of the matrix of controls that belongs to a seed.
+// Row identifies a seed's row in the matrix of controls.
 type Row struct {
 	Of *gorgonia.Node // [n, Controls], of the same type as the nodes it controls
 	At int            // the index of the row, from 0
 }
 
-// check returns an error unless the row exists and all nodes are in one graph and of one float
-// type.
+// check returns an error unless the row exists and all nodes are in the same graph and of the same
+// float type.
 func (r Row) check(name string, args ...*gorgonia.Node) error {
 	for i, n := range append(args, r.Of) {
 		switch {
@@ -187,7 +187,7 @@ type IsolateOp struct {
 //
 //	y = x;  dx = c·g
 //
-// The control is Inward for the input of a blueprint and Learning for a parameter of the blueprint.
+// Use the control Inward for the input of a blueprint, and Learning for its parameters.
 func Isolate(x *gorgonia.Node, r Row, c Control) (*gorgonia.Node, error) {
 	if err := r.check("Isolate", x); err != nil {
 		return nil, err
@@ -238,8 +238,9 @@ type LowRankOp struct {
 // equals w for any a and b. (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models",
 // 2021.)
 //
-// Computing the sum of the weights takes out·in·r operations, whereas x·aᵀ·bᵀ would take rows·(in+out)·r.
-// If the weight learns as well, its gradient g exists before the gradients of a and b are computed.
+// Forming the sum of the weights takes out·in·r operations, whereas x·aᵀ·bᵀ would take
+// rows·(in+out)·r. If the weight is trained too, its gradient g is already available when the
+// gradients of a and b are computed.
 func LowRank(w, a, b *gorgonia.Node, r Row, scale float64) (*gorgonia.Node, error) {
 	const name = "LowRank"
 	if err := r.check(name, w, a, b); err != nil {
@@ -271,8 +272,8 @@ func lowRank[T cpu.Float](o *LowRankOp, y []T, in opbase.Args) error {
 	return nil
 }
 
-// AddLowRank writes y = w + factor·b·a for an a of r rows, with the same arithmetic as the op.
-// Merging a blueprint into its weight therefore gives exactly the bits that the op computed.
+// AddLowRank computes y = w + factor·b·a, where a has r rows, with the same arithmetic as the op.
+// Merging a blueprint into its weight is therefore bit-identical to the op.
 func AddLowRank[T cpu.Float](y, w, a, b []T, r int, factor float64) {
 	copy(y, w)
 	if factor == 0 || r == 0 {

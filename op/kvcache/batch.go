@@ -13,14 +13,14 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// A Sequence holds the keys and values of a text's tokens for all attention layers of a model. The zero
-// value is a text without tokens. Only one graph may compute rows of a sequence at a time.
+// A Sequence holds the keys and values of a text's tokens for all attention layers of a model. The
+// zero value is a text without tokens. Only one graph at a time may compute rows of a sequence.
 type Sequence struct {
 	layers []any // a *cache[float32] or *cache[float64] for each layer
 	tokens int
 }
 
-// Len returns the number of tokens that have keys and values.
+// Len returns the number of tokens with cached keys and values.
 func (s *Sequence) Len() int { return s.tokens }
 
 // Truncate forgets all tokens but the first n.
@@ -46,7 +46,7 @@ func (s *Sequence) Prefix(n int) *Sequence {
 type cache[T cpu.Float] struct {
 	keys, values []T // [positions, KVHeads·HeadDim]
 	width        int
-	shared       int // the rows at the start that belong to another sequence too
+	shared       int // the rows at the start that are shared with another sequence
 }
 
 // prefix returns a cache with the first rows of c, which both then share.
@@ -56,7 +56,8 @@ func (c *cache[T]) prefix(rows int) *cache[T] {
 	return &cache[T]{c.keys[:n:n], c.values[:n:n], c.width, rows}
 }
 
-// reserve makes room for the given number of rows. No row from the given one on is shared afterwards.
+// reserve makes room for the given number of rows. Afterwards, no row from the given one on is
+// shared.
 func (c *cache[T]) reserve(from, rows, most int) {
 	if len(c.keys) >= rows*c.width && from >= c.shared {
 		return
@@ -82,8 +83,8 @@ func cacheOf[T cpu.Float](s *Sequence, layer, width int) *cache[T] {
 	return c
 }
 
-// A Span is a run of consecutive tokens of a sequence, one per row of a batch. The first one has the
-// position Start, which is at most the number of tokens of the sequence.
+// A Span is a run of consecutive tokens of a sequence, one per row of a batch. The first is at
+// position Start, which is at most the number of tokens in the sequence.
 type Span struct {
 	Sequence    *Sequence
 	Start, Rows int
@@ -94,8 +95,8 @@ type Span struct {
 // attention is zero.
 type Spans struct{ all []Span }
 
-// Set sets the spans of the next run, in the order of the rows. Each sequence may have one span. Its tokens
-// at the span's positions and after them are forgotten.
+// Set sets the spans of the next run, in row order. There may be only one span per sequence, whose
+// tokens at and after the span's positions are dropped.
 func (s *Spans) Set(spans ...Span) error {
 	for i, a := range spans {
 		switch {
@@ -115,7 +116,7 @@ func (s *Spans) Set(spans ...Span) error {
 	return nil
 }
 
-// Finish adds the spans' tokens to their sequences. Call it after a run that had no error.
+// Finish adds the spans' tokens to their sequences. It must be called after each successful run.
 func (s *Spans) Finish() {
 	for _, a := range s.all {
 		a.Sequence.tokens = a.Start + a.Rows
@@ -143,8 +144,8 @@ type BatchAttentionOp struct {
 	query opbase.Aux // the rotated queries
 }
 
-// BatchAttention computes the attention of each row's token to itself and to the earlier tokens of its
-// sequence, and keeps its key and value, as [Attention] does for a single token. The spans assign
+// BatchAttention computes the attention of each row's token to itself and to earlier tokens of its
+// sequence, and caches its key and value, as [Attention] does for a single token. The spans assign
 // the rows to sequences and positions. Layer is the index of the attention layer in the model.
 //
 // q and y are [rows, Heads·HeadDim], and k and v are [rows, KVHeads·HeadDim]. All are float32 or all are

@@ -1,8 +1,8 @@
-// Package kvcache provides attention ops that keep the keys and values of earlier tokens, so that
+// Package kvcache provides attention ops that cache the keys and values of earlier tokens, so that
 // generating another token takes a pass over a single row.
 //
-// [Attention] makes an op for one sequence. [AttentionOp.Fill] stores the keys and values of a prompt in
-// it. [BatchAttention] makes an op for rows of several sequences, which are each a [Sequence].
+// [Attention] handles one sequence, and [AttentionOp.Fill] stores the keys and values of a prompt in
+// it. [BatchAttention] handles the rows of several sequences, each represented by a [Sequence].
 package kvcache
 
 import (
@@ -19,17 +19,17 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// Config describes an attention over kept keys and values.
+// Config describes an attention over cached keys and values.
 type Config struct {
 	Heads, KVHeads, HeadDim int
-	Capacity                int            // largest number of positions
+	Capacity                int            // maximum number of positions
 	RoPE                    *op.RoPEConfig // its Base and Scaling are used; nil for no rotation
 	Window                  int            // as in op.AttentionConfig
 	Scale                   float64        // factor on the scores; 0 means 1/sqrt(HeadDim)
 }
 
-// AttentionOp is the op that [Attention] applies. On a CPU it holds the rotated keys and the values of
-// the positions so far, and its memory grows with their number. On a GPU the machine holds them.
+// AttentionOp is the op that [Attention] applies. On a CPU, it holds the rotated keys and the values
+// of the positions so far, and its memory grows with their number. On a GPU, the machine holds them.
 type AttentionOp struct {
 	opbase.Base
 	Config Config // with defaults filled in
@@ -39,14 +39,14 @@ type AttentionOp struct {
 }
 
 // Attention computes the attention of the token at position p to itself and all earlier tokens, and
-// keeps its key and value:
+// caches its key and value:
 //
 //	keys[p] = turned(k),  values[p] = v,  y = softmax(Scale·turned(q)·keysᵀ)·values
 //
-// turned is the rotation of op.RoPE by position p. q and y are [1, Heads·HeadDim], and k and v are
-// [1, KVHeads·HeadDim]. All are float32 or all are float64. position is an int [1] below Capacity.
-// Keys and values of earlier positions come from earlier runs or from [AttentionOp.Fill]. The op
-// has no gradient.
+// turned is the rotation performed by op.RoPE for position p. q and y are [1, Heads·HeadDim], and k
+// and v are [1, KVHeads·HeadDim]. All are float32 or all are float64. position is an int [1] below
+// Capacity. Keys and values of earlier positions are taken from earlier runs or from
+// [AttentionOp.Fill]. The op has no gradient.
 func Attention(q, k, v, position *gorgonia.Node, c Config) (*gorgonia.Node, error) {
 	in := gorgonia.Nodes{q, k, v, position}
 	c = c.complete()
@@ -61,7 +61,7 @@ func Attention(q, k, v, position *gorgonia.Node, c Config) (*gorgonia.Node, erro
 
 	o := &AttentionOp{Config: c}
 
-	// The address in the description keeps two ops with the same inputs apart. Each has its own
+	// The address in the description distinguishes ops with the same inputs, since each holds its own
 	// keys and values.
 	opbase.Init(&o.Base, o, "CachedAttention", fmt.Sprintf("%+v %p", c, o), in, q.Dtype(),
 		q.Shape(), attend[float32], attend[float64])
@@ -128,14 +128,14 @@ func (o *AttentionOp) Fill(keys, values any) {
 	o.values.Lend(values)
 }
 
-// Take moves the keys and values of another op to o. The other op must not run any more.
+// Take moves another op's keys and values to o. The other op must not run again.
 func (o *AttentionOp) Take(from *AttentionOp) {
 	if from != nil {
 		o.keys, o.values = from.keys, from.values
 	}
 }
 
-// extended returns the memory of a with at least the given number of elements. If it is too short,
+// extended returns the memory of a with at least the given number of elements. If a is too short,
 // extended copies its contents to new memory of room elements.
 func extended[T cpu.Float](a *opbase.Aux, elements, room int) []T {
 	_, n := a.Len()
@@ -175,9 +175,8 @@ func attend[T cpu.Float](o *AttentionOp, y []T, in opbase.Args) error {
 // least is the smallest number of rows. A pass over fewer rows takes about the same time.
 const least = 16
 
-// Room returns the number of rows to reserve for the given number of tokens, but not more than
-// most. Below most it is a power of two of at least 16, so that few windows are built while texts
-// grow.
+// Room returns the number of rows to reserve for the given number of tokens, limited to most. Below
+// that limit it is a power of two of at least 16, so that few windows are built while texts grow.
 func Room(tokens, most int) int {
 	rows := least
 	for rows < tokens {

@@ -44,10 +44,10 @@ const (
 	BF16 Type = 30
 )
 
-// fileTypes holds llama.cpp's number for a file with matrices of the given type.
+// fileTypes maps a matrix type to llama.cpp's number for files of that type.
 var fileTypes = map[Type]uint32{F32: 0, F16: 1, Q80: 7, BF16: 32}
 
-// ParseType returns the type called f32, f16, bf16 or q8_0.
+// ParseType returns the type named f32, f16, bf16 or q8_0.
 func ParseType(name string) (Type, error) {
 	t, ok := map[string]Type{"f32": F32, "f16": F16, "bf16": BF16, "q8_0": Q80}[name]
 	if !ok {
@@ -59,11 +59,11 @@ func ParseType(name string) (Type, error) {
 // An architecture describes how llama.cpp represents a model family.
 type architecture struct {
 	name string
-	// parts names the parts of blocks that are not called as in partNames.
+	// parts names the parts of blocks whose names differ from those in partNames.
 	parts map[string]string
 	// interleaved reports whether RoPE rotates neighboring features.
 	interleaved bool
-	// learned reports whether the model has a table of positions instead of RoPE.
+	// learned reports whether the model uses a table of positions instead of RoPE.
 	learned bool
 	// layerNorm reports whether the norms are layer norms rather than RMS norms.
 	layerNorm bool
@@ -89,9 +89,9 @@ var architectures = map[string]architecture{
 
 // Save writes a model that was loaded from a folder, along with the folder's tokenizer and chat template.
 //
-// The file at path must not exist, and it appears only once it is complete. If another process creates
-// the file first, Save does not touch it and returns an error that wraps fs.ErrExist. Unless progress is
-// nil, Save calls it with the number of tensor bytes written so far.
+// The file at path must not exist, and appears only once it is complete. If another process creates
+// the file first, Save leaves it alone and returns an error that wraps fs.ErrExist. Unless progress
+// is nil, Save calls it with the number of tensor bytes written so far.
 func Save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 	progress func(done, total int64)) error {
 	if err := save(ctx, path, f, m, t, progress); err != nil {
@@ -101,8 +101,8 @@ func Save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 }
 
 // Check returns an error if Save would reject any model of the given configuration, for example
-// because llama.cpp lacks its architecture or the folder's tokenizer. A long run calls Check before
-// its first step.
+// because llama.cpp lacks its architecture or the folder's tokenizer. Long runs call Check before
+// their first step.
 func Check(f *hf.Folder, c llm.Config, t Type) error {
 	if f == nil {
 		return errors.New("gguf: the folder is nil, want one that hf.Open returns")
@@ -385,8 +385,8 @@ func (a architecture) nameOf(name string) (string, error) {
 // positions names the table of learned positions.
 const positions = "model.embed_positions.weight"
 
-// together returns, in order, the parameters that are fused into one tensor with the given one. It
-// returns nil if the parameter belongs to the tensor of an earlier one.
+// together returns, in order, the parameters fused into one tensor with the given one. It returns nil
+// if the parameter belongs to an earlier one's tensor.
 func (a architecture) together(name string) []string {
 	before, after, found := strings.Cut(name, "self_attn.q_proj")
 	switch {

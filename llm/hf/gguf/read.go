@@ -21,8 +21,8 @@ type Description struct {
 // Field is a metadata field, formatted as text. An array is represented by its length.
 type Field struct{ Name, Value string }
 
-// Tensor describes a tensor. Type is a number if this package has no name for it. Shape lists the rows of
-// a matrix first, as elsewhere in this module.
+// Tensor describes a tensor. Type is a number if this package does not know its name. Shape lists the
+// rows of a matrix first, as elsewhere in this module.
 type Tensor struct {
 	Name, Type string
 	Shape      []int
@@ -62,7 +62,7 @@ func Describe(path string) (*Description, error) {
 // head reads a header. After an error, which err holds, it returns zeros.
 type head struct {
 	r      *bufio.Reader
-	left   int64 // bytes that remain of the header's maximum size
+	left   int64 // bytes remaining of the header's maximum size
 	longer bool  // the file is longer than maxHead
 	digits [8]byte
 	err    error
@@ -169,7 +169,7 @@ func (h *head) fill(b []byte) {
 	}
 }
 
-// skip discards n bytes. The caller must have checked with has that they exist.
+// skip discards n bytes. The caller must first check with has that they exist.
 func (h *head) skip(n int) {
 	h.left -= int64(n)
 	_, h.err = h.r.Discard(n)
@@ -201,7 +201,7 @@ func (h *head) text() string {
 // sizes maps GGUF's type numbers to sizes in bytes. Strings and arrays, which vary in size, are missing.
 var sizes = map[uint32]int{0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
-// elements skips the elements of an array that is nested in depth-1 other arrays.
+// elements skips the elements of an array nested in depth-1 other arrays.
 func (h *head) elements(kind uint32, n uint64, depth int) {
 	if size, fixed := sizes[kind]; fixed {
 		if h.has(n, size) {

@@ -12,7 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// source is a tensor that is converted while it is written.
+// source is a tensor that is converted while being written.
 type source struct {
 	name  string
 	shape []int
@@ -136,8 +136,8 @@ func tensorsOf(m *llm.Model, a architecture, t Type) ([]source, error) {
 	return all, nil
 }
 
-// layoutOf returns the tensors of a configuration, without their values, and for each tensor the names of
-// its parameters. A tensor that follows from the configuration has no parameters.
+// layoutOf returns the tensors of a configuration, without their values, and for each tensor the
+// names of its parameters. Tensors derived from the configuration have no parameters.
 func (a architecture) layoutOf(c llm.Config, t Type) (all []source, params [][]string, err error) {
 	if s := c.Scaling; s.HighFreq != 0 {
 		factors := rotaryFactors(c)

@@ -104,8 +104,8 @@ func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
 		}
 	}
 
-	// llama.cpp doesn't normalize text. NFC is accepted nevertheless, because nearly all text is composed
-	// already and all of Qwen's tokenizers use it.
+	// llama.cpp doesn't normalize text. NFC is accepted nevertheless, because nearly all text is
+	// already composed and all of Qwen's tokenizers use it.
 	if n := t.Normalizer.Type; n != "" && n != "NFC" {
 		return fmt.Errorf("tokenizer.json: llama.cpp has no normalizer, but the file has %.40q", n)
 	}
@@ -211,7 +211,8 @@ func (t *file) checkAdded() error {
 		}
 	}
 
-	// When tokens overlap in a text, llama.cpp takes the longest and tokenizers the first.
+	// When tokens overlap in a text, llama.cpp takes the longest, whereas the tokenizers library
+	// takes the first.
 	for _, a := range t.AddedTokens {
 		for n := 1; n < len(a.Content); n++ {
 			if other := begins[a.Content[n:]]; other != "" && other != a.Content {
@@ -286,8 +287,8 @@ func addSpecial(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer) error {
 var ending = []string{"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
 	"<|end_of_text|>", "<|eom_id|>"}
 
-// addEnds adds the tokens other than end that stop generation. llama.cpp has fields for two more. Further
-// tokens stop it only if their texts are in ending.
+// addEnds adds the tokens other than end that stop generation. llama.cpp provides fields for two
+// more. Further tokens stop it only if their texts are in ending.
 func addEnds(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer, end int) error {
 	var more []int
 	for _, id := range f.Generation.End {
@@ -321,8 +322,8 @@ func addEnds(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer, end int) erro
 	return nil
 }
 
-// Differences describes, for users of a file that [Save] wrote, how llama.cpp's treatment of some texts
-// differs from that of the folder's own tokenizer. It returns nil if there are no differences.
+// Differences describes, for users of a file written by [Save], how llama.cpp's treatment of some
+// texts differs from that of the folder's own tokenizer. It returns nil if there are no differences.
 func Differences(f *hf.Folder) ([]string, error) {
 	text, err := regular.Read(filepath.Join(f.Dir, "tokenizer.json"), maxTokenizer, "a tokenizer.json has")
 	if err != nil {
@@ -343,7 +344,7 @@ func Differences(f *hf.Folder) ([]string, error) {
 		"first"}, nil
 }
 
-// addTemplates copies the chat templates, including ones that this module can't render.
+// addTemplates copies the chat templates, including those this module can't render.
 func addTemplates(all *fields, f *hf.Folder) error {
 	sources, err := chat.LoadSources(f.Dir)
 	if errors.Is(err, chat.ErrNoTemplate) {

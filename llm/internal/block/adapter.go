@@ -7,14 +7,14 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// Tuning describes what learns in a block. In its zero value, all parameters learn and there are no
-// adapters.
+// Tuning describes which parameters of a block learn. In its zero value, all parameters learn and
+// there are no adapters.
 type Tuning struct {
-	Frozen   map[string]bool // weights of linear layers that have no gradient, by name
+	Frozen   map[string]bool // weights of linear layers without gradients, by name
 	Adapters []Adapter
 }
 
-// An Adapter is a product of two narrow matrices next to the weight of a linear layer:
+// An Adapter adds the product of two narrow matrices to the weight of a linear layer:
 //
 //	y = x·wᵀ + Scale·(x·aᵀ)·bᵀ
 //
@@ -23,8 +23,8 @@ type Adapter struct {
 	Layer     string // such as "self_attn.q_proj"
 	Scale     float64
 	Magnitude bool
-	Dropout   float64 // probability with which an input of a is left out
-	Salt      uint64  // tells the masks of layers apart
+	Dropout   float64 // dropout probability of the inputs of a
+	Salt      uint64  // distinguishes the masks of layers
 }
 
 // Endings of the names of an adapter's parameters, after the name of its layer.
@@ -71,7 +71,7 @@ func (t Tuning) adapter(layer string) (Adapter, bool) {
 	return Adapter{}, false
 }
 
-// plain reports whether a layer has no adapter and its weight learns.
+// plain reports whether a layer is free of adapters and its weight learns.
 func (t Tuning) plain(layer string) bool {
 	_, adapted := t.adapter(layer)
 	return !adapted && !t.Frozen[layer+".weight"]
@@ -105,8 +105,8 @@ func (p *parts) product(x *gorgonia.Node, layer string) *gorgonia.Node {
 		return p.scaleColumns(p.add(y, z), p.magnitude(a))
 	}
 
-	// Of an input with dropout, DoRA scales both products, and adds what the input without dropout
-	// lacks: y − x'·wᵀ + f ⊙ (x'·wᵀ + z).
+	// For an input with dropout, DoRA scales both products and adds the remainder of the input
+	// without dropout: y − x'·wᵀ + f ⊙ (x'·wᵀ + z).
 	base := p.weigh(dropped, layer)
 	scaled := p.scaleColumns(p.add(base, z), p.magnitude(a))
 	y = p.do(func() (*gorgonia.Node, error) { return gorgonia.Sub(y, base) })

@@ -1,5 +1,5 @@
 // Package block builds one block of a decoder as a graph, for Llama, the families that followed it,
-// and GPT-2. A block is attention and a perceptron around a residual stream.
+// and GPT-2. A block consists of attention and an MLP around a residual stream.
 package block
 
 import (
@@ -19,20 +19,20 @@ type Shape struct {
 
 	QKVBias     bool // queries, keys and values have biases
 	OutBias     bool // the output layer of attention has a bias
-	MLPBias     bool // the layers of a perceptron without a gate have biases
-	QKNorm      bool // each head of queries and keys is normalized before its rotation
+	MLPBias     bool // the layers of an ungated MLP have biases
+	QKNorm      bool // each head of queries and keys is normalized before rotation
 	WideQKNorm  bool // with QKNorm: all heads of queries, or of keys, are normalized together
-	LayerNorm   bool // norms are layer norms, with biases, in place of RMSNorm
+	LayerNorm   bool // norms are layer norms with biases instead of RMSNorm
 	NormPlusOne bool // norms scale by 1 + weight
 	PostNorms   bool // outputs are normalized before they are added to the residual stream
-	NoPreNorms  bool // with PostNorms: attention and the perceptron read the stream without a norm
-	GELU        bool // the perceptron applies GELU instead of SiLU
-	PlainMLP    bool // the perceptron has no gate
+	NoPreNorms  bool // with PostNorms: attention and the MLP read the stream without a norm
+	GELU        bool // the MLP applies GELU instead of SiLU
+	PlainMLP    bool // the MLP is ungated
 }
 
 // Attention holds the attention settings of a single block.
 type Attention struct {
-	Window  int // positions that a token attends to; 0 means all
+	Window  int // positions a token attends to; 0 means all
 	NoRoPE  bool
 	Base    float64 // of the rotary angles
 	Scaling op.RoPEScaling
@@ -44,7 +44,7 @@ type Role uint8
 // The roles.
 const (
 	Norm       Role = iota // the weight of a norm
-	Closing                // the weight of a norm after attention or the perceptron
+	Closing                // the weight of a norm after attention or the MLP
 	Bias                   // added to activations
 	OutputBias             // added to the output of a layer with the role Output
 	Inner                  // a linear layer
@@ -116,8 +116,8 @@ func (s Shape) All() []Param {
 	return all
 }
 
-// Half returns the parameters of attention and its norms, or of the perceptron and its norms. Each half
-// makes one addition to the residual stream.
+// Half returns the parameters of attention and its norms, or of the MLP and its norms. Each half adds
+// once to the residual stream.
 func (s Shape) Half(attention bool) (half []Param) {
 	for _, p := range s.All() {
 		own := strings.HasPrefix(p.Name, preNorm+".") || strings.HasPrefix(p.Name, "self_attn.") ||
@@ -167,9 +167,9 @@ type parts struct {
 	err    error          // first error; nothing is built after it
 }
 
-// Build adds a block: x + attention(norm(x)), and then x + mlp(norm(x)). The nodes in in are x, the
-// block's parameters, those of its adapters, the key of their dropout if they have any and, if attention
-// must not cross document boundaries, the starts of the documents.
+// Build adds a block: x + attention(norm(x)), and then x + mlp(norm(x)). The input nodes in are x,
+// the parameters of the block and of its adapters, the key of their dropout if there is any and, if
+// attention must not cross document boundaries, the starts of the documents.
 func (b *Builder) Build(in gorgonia.Nodes, a Attention, t Tuning) (*gorgonia.Node, error) {
 	names := append(b.Params(), t.Params()...)
 	p := &parts{Builder: b, Attention: a, Tuning: t, params: map[string]*gorgonia.Node{},
@@ -187,9 +187,9 @@ func (b *Builder) Build(in gorgonia.Nodes, a Attention, t Tuning) (*gorgonia.Nod
 	return x, p.err
 }
 
-// BuildHalf returns the output of one half of a block: attention(norm(x)) or mlp(norm(x)), normalized if
-// the shape has PostNorms. The nodes in in are x, the parameters of the Half and, if attention must not
-// cross document boundaries, the starts of the documents.
+// BuildHalf returns the output of one half of a block: attention(norm(x)) or mlp(norm(x)), normalized
+// if the shape has PostNorms. The input nodes in are x, the parameters of the Half and, if attention
+// must not cross document boundaries, the starts of the documents.
 func (b *Builder) BuildHalf(in gorgonia.Nodes, attention bool, a Attention) (*gorgonia.Node,
 	error) {
 	half := b.Half(attention)
@@ -222,7 +222,7 @@ func (p *parts) attends(x *gorgonia.Node) *gorgonia.Node {
 	return h
 }
 
-// perceives returns the output of the perceptron, before it is added to x.
+// perceives returns the output of the MLP, before it is added to x.
 func (p *parts) perceives(x *gorgonia.Node) *gorgonia.Node {
 	switch {
 	case p.NoPreNorms:
@@ -233,7 +233,7 @@ func (p *parts) perceives(x *gorgonia.Node) *gorgonia.Node {
 	return p.mlp(p.norm(x, postNorm))
 }
 
-// do calls make and records its error. After an error it does nothing.
+// do calls make and records its error. After an error, it does nothing.
 func (p *parts) do(make func() (*gorgonia.Node, error)) *gorgonia.Node {
 	if p.err != nil {
 		return nil
@@ -254,8 +254,8 @@ func (p *parts) norm(x *gorgonia.Node, name string) *gorgonia.Node {
 	})
 }
 
-// Norm adds a norm of the kind that the model uses before attention, before the perceptron, and at the
-// end. The bias is required for a layer norm and nil otherwise.
+// Norm adds a norm of the kind the model uses before attention, before the MLP, and at the end. The
+// bias is required for a layer norm and nil otherwise.
 func (s Shape) Norm(x, weight, bias *gorgonia.Node) (*gorgonia.Node, error) {
 	if s.LayerNorm {
 		return op.LayerNorm(x, weight, bias, s.Eps)
@@ -280,7 +280,7 @@ func (p *parts) linear(x *gorgonia.Node, name string) *gorgonia.Node {
 	return p.do(func() (*gorgonia.Node, error) { return op.Bias(y, b) })
 }
 
-// mlp adds the perceptron.
+// mlp adds the MLP.
 func (p *parts) mlp(x *gorgonia.Node) *gorgonia.Node {
 	if p.PlainMLP {
 		h := p.linear(x, "mlp.up_proj")
@@ -353,8 +353,8 @@ func (p *parts) attention(h *gorgonia.Node) *gorgonia.Node {
 	})
 }
 
-// project adds queries or keys: a linear layer, followed by the block's norm and rotation, if it has
-// them. Attention to cached keys does the rotation itself.
+// project adds queries or keys, which are the output of a linear layer, followed by the block's norm
+// and rotation if it uses them. Attention to cached keys performs the rotation itself.
 func (p *parts) project(h *gorgonia.Node, name, norm string, heads int) *gorgonia.Node {
 	y := p.linear(h, name)
 	if p.QKNorm {

@@ -32,7 +32,7 @@ const (
 	LatticePrefix   = "lattice."
 	PartPrefix      = "part." // followed by a part's name and the name of its tensor
 
-	// Prefixes of older versions. This version cannot read the state of growth that they stored there.
+	// Prefixes used by older versions for the state of growth, which this version cannot read.
 	BeforePrefix = "before."
 	TwinPrefix   = "twin."
 
@@ -44,7 +44,8 @@ const (
 	PartKey     = "kasmina.part." // followed by a part's name
 )
 
-// Limits of the JSON in a file's metadata, in bytes. Decoded JSON takes up to forty times the memory.
+// Limits of the JSON in a file's metadata, in bytes. Decoded, JSON takes up to forty times as much
+// memory.
 const (
 	MaxConfig  = 512 << 10 // a configuration with the maximum number of Kasmina layers takes less
 	MaxOptions = 4 << 10   // the options of the Kasmina layers
@@ -54,7 +55,7 @@ const (
 	MaxRule    = 1 << 10   // settings of the optimizer, for each parameter
 )
 
-// Limits of the other data of a model, in bytes. They are far above the actual sizes.
+// Limits for the other data of a model, in bytes. They are far above the actual sizes.
 const (
 	maxMoments     = 64      // of the optimizer, for each byte of a parameter; AdamW has two
 	maxMomentsMore = 1 << 20 // plus this for all parameters: counts of steps
@@ -176,7 +177,8 @@ func (f *File) fitsRest(s Shape, params int, bytes int64) error {
 
 	for _, layer := range s.Lattices {
 		n, seeds := lattices[layer.Name], int64(layer.Seeds)
-		// While a seed is grafted, the lattice also holds the previous contents of its slot, as float64.
+		// While a seed is being grafted, the lattice also holds the previous contents of its slot, as
+		// float64.
 		least := seeds * minSeedData
 		most := seeds*(maxSeedData+8*int64(layer.SlotWidth+1)) + maxLatticeMore
 		if n < least || n > most {
@@ -221,7 +223,7 @@ func (f *File) Parameter(ctx context.Context, name string, data any) error {
 }
 
 // FirstNonFinite returns the index and the value of the first NaN or infinity in a []float32 or
-// []float64, or −1 if all values are finite. In data of other types it finds nothing.
+// []float64, or −1 if all values are finite or the data is of another type.
 func FirstNonFinite(data any) (at int, value float64) {
 	switch x := data.(type) {
 	case []float32:

@@ -23,17 +23,18 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 )
 
-// A checkpoint may consist of several files, which form a set. The main file records the number of parts
-// in the set and their names. The parts are stored in the same folder, one for each rank, and hold that
-// rank's share of the optimizer's moments.
+// A checkpoint may consist of several files, which form a set. The main file records the number of
+// parts in the set and their names. The parts are stored in the same directory, one per rank, each
+// holding that rank's share of the optimizer's moments.
 //
-// A set is saved in this order: the parts, under names that no other set uses; then the main file, which
-// atomically replaces its predecessor; and finally the parts of the predecessor are removed. Even if a
-// process is killed at any moment, the main file therefore belongs to a complete set.
+// A set is saved in this order: the parts, under names that no other set uses; then the main file,
+// which atomically replaces its predecessor; and finally the parts of the predecessor are removed.
+// Therefore the main file always belongs to a complete set, even if a process is killed at any point.
 //
-// A part holds flat stretches of moments. The name of a stretch consists of OptimizerPrefix, the name of
-// the moment, "@" and the index of the stretch's first element. If the moment's size differs from its
-// parameter's, "/" and the moment's size follow. The ranks hold the stretches in order.
+// A part holds stretches, which are ranges of consecutive elements of moments. The name of a stretch
+// consists of OptimizerPrefix, the name of the moment, "@" and the index of the stretch's first
+// element. If the moment's size differs from its parameter's, "/" and the moment's size follow. The
+// ranks hold the stretches in order.
 
 // PartsKey is the metadata key for [Parts] in a main file, and for [part] in a part.
 const PartsKey = "kasmina.parts"
@@ -93,8 +94,8 @@ func stem(name string) string {
 	return strings.ToValidUTF8(name[:maxStem-len(hash)], "") + hash
 }
 
-// resolved returns the path of the file that a symbolic link points to. The parts of a checkpoint are in
-// that file's folder.
+// resolved returns the path of the file that a symbolic link points to. The parts of a checkpoint are
+// in that file's directory.
 func resolved(path string) string {
 	if target, err := filepath.EvalSymlinks(path); err == nil {
 		return target
@@ -102,8 +103,8 @@ func resolved(path string) string {
 	return path
 }
 
-// Writable creates the folders that a checkpoint at path needs, and returns an error if its main file
-// or its parts could not be written there.
+// Writable creates missing directories for a checkpoint at path, and returns an error if its main
+// file or its parts could not be written there.
 func Writable(path string) error {
 	if err := atomicfile.Writable(path); err != nil {
 		return err
@@ -123,8 +124,8 @@ type Stretch struct {
 	Data   any
 }
 
-// SetOf returns a set of a single part. Its ID is derived from the moments and from the run's metadata in
-// the main file, so that equal states have equal part names, and different states different ones.
+// SetOf returns a set of a single part. Its ID is derived from the moments and from the run's
+// metadata in the main file, so that part names are equal if and only if the states are.
 func SetOf(run string, moments []Stretch) Parts {
 	h := sha256.New()
 	io.WriteString(h, run)
@@ -176,8 +177,8 @@ func (p Parts) SavePart(path string, rank int, stretches []Stretch) error {
 		map[string]string{"format": "pt", PartsKey: string(text)})
 }
 
-// Tidy removes the parts of all sets except p from the folder of the main file at path, which must have
-// been written. The zero Parts keeps no set.
+// Tidy removes the parts of all sets except p from the directory of the main file at path, which must
+// already have been written. With the zero Parts, it removes all sets.
 func (p Parts) Tidy(path string) error {
 	path = resolved(path)
 	parts := regexp.MustCompile(`^` + regexp.QuoteMeta(stem(filepath.Base(path))) +
@@ -201,8 +202,8 @@ func (p Parts) Tidy(path string) error {
 	return nil
 }
 
-// Replaceable returns an error if there is something at path that a checkpoint must not replace,
-// because it is not a checkpoint or a model of package llm.
+// Replaceable returns an error if a checkpoint must not replace what exists at path, because it is
+// neither a checkpoint nor a model of package llm.
 func Replaceable(path string) error {
 	info, err := os.Stat(path)
 	if err != nil || info.IsDir() || info.Size() == 0 {
@@ -252,7 +253,7 @@ func (f *File) Moments(ctx context.Context, s Shape) ([]Moment, error) {
 		g.shapes[name] = shape
 	}
 
-	// Allocate only once all elements are known to exist: a file can claim any size.
+	// Allocate only once all elements are known to exist, because a file can claim any size.
 	for _, take := range []func() error{g.allocate, g.complete} {
 		for rank := range p.Files {
 			if err := g.read(ctx, p, f.path, rank); err != nil {
@@ -280,8 +281,8 @@ type gathering struct {
 	fields  map[string]int // number of moments of each parameter
 }
 
-// growing is a moment being assembled. have counts the elements that have been found or, if Data is set,
-// read.
+// growing is a moment being assembled. have counts the elements found so far or, if Data is set, read
+// so far.
 type growing struct {
 	Moment
 	dtype      safetensors.DType

@@ -24,9 +24,9 @@ type Ranks interface {
 
 // Swap sends a value to all ranks as JSON and returns the values of all ranks.
 //
-// All ranks must exchange the same kind of value, with one exception: a rank with a failed callback calls
-// Between, whatever the other ranks are about to do. If they call Swap for another purpose, it returns a
-// [Failure].
+// All ranks must exchange the same kind of value, except that a rank with a failed callback calls
+// Between, no matter what the others are about to do. If they call Swap for another purpose, it
+// returns a [Failure].
 func Swap[T any](e Ranks, what string, own T) ([]T, error) {
 	text, err := json.Marshal(own)
 	if err != nil {
@@ -56,8 +56,8 @@ func Swap[T any](e Ranks, what string, own T) ([]T, error) {
 	return all, nil
 }
 
-// A Failure is the error of a rank with a failed callback, received by the other ranks when they were
-// about to do something together. Since all ranks have received it, it need not be exchanged again.
+// A Failure is the error of a rank with a failed callback, received by the other ranks in place of a
+// joint operation. Since all ranks have received it, it need not be exchanged again.
 type Failure struct {
 	Rank int
 	Text string
@@ -65,8 +65,8 @@ type Failure struct {
 
 func (f *Failure) Error() string { return fmt.Sprintf("rank %d: %s", f.Rank, f.Text) }
 
-// failureIn returns the failure of the first rank that has failed in place of exchanging what this rank
-// exchanges, or nil.
+// failureIn returns the failure of the first rank that reported one instead of exchanging the same
+// kind of value as this rank, or nil.
 func failureIn(texts [][]byte, what string) error {
 	if what == betweenSteps {
 		return nil // whose reports contain the errors
@@ -116,8 +116,8 @@ func FirstError(own error, all []string, failed error) error {
 	return nil
 }
 
-// WithNews joins errors, but omits an error with a text that the earlier ones already contain. When a
-// rank has died, every later exchange fails with the same error.
+// WithNews joins errors, but omits those whose text is already contained in earlier ones. After a
+// rank dies, every later exchange fails with the same error.
 func WithNews(errs ...error) (all error) {
 	for _, err := range errs {
 		switch {
@@ -156,10 +156,10 @@ func Hear(words [][]byte) (h Heard, err error) {
 	return h, nil
 }
 
-// A Wish is a rank's wish to end the run.
+// A Wish is a rank's request to stop the run.
 type Wish struct {
-	End   bool   // whether the rank wants the run to end
-	Asked bool   // whether somebody asked for the end; otherwise the rank's context is done
+	End   bool   // whether the rank wants the run to stop
+	Asked bool   // whether somebody asked for it; otherwise the rank's context is done
 	Why   string // may be empty
 }
 
@@ -172,8 +172,8 @@ type report struct {
 // betweenSteps is the kind of value that Between exchanges.
 const betweenSteps = "between steps"
 
-// Between exchanges errors and wishes to end the run. It returns the first error or the first wish, with
-// the rank that sent the wish.
+// Between exchanges errors and requests to stop the run. It returns the first error, or the first
+// such request with the rank that sent it.
 //
 // A rank with an error may call Between while the others call Swap. Their Swap then returns the error as
 // a [Failure].
@@ -209,15 +209,15 @@ type Request struct {
 	Note     string          `json:"note,omitempty"`
 }
 
-// settled is the message that a rank sends at the end of a step: why the step failed, or the commands and
-// requests made to the rank.
+// settled is the message a rank sends at the end of a step. It contains the reason why the step
+// failed, or the commands and requests made to the rank.
 type settled struct {
 	Err      string
 	Commands [][]state.Command
 	Requests []Request
 }
 
-// Asked holds the commands and requests made to all ranks, in the order of ranks.
+// Asked holds the commands and requests made to all ranks, in rank order.
 type Asked struct {
 	Commands [][]state.Command
 	Requests []Request
@@ -265,8 +265,8 @@ func portableRequests(own []Request) []Request {
 	return own
 }
 
-// Stand holds the state that ranks must have in common when a run starts. C is the type of the model's
-// configuration.
+// Stand holds the state that must be equal on all ranks when a run starts. C is the type of the
+// model's configuration.
 type Stand[C any] struct {
 	Step, Steps int
 	Settings    *settings.Settings

@@ -14,7 +14,7 @@ import (
 // Scrubber verifies the seeds of a network.
 type Scrubber struct {
 	Network *state.Network
-	Period  time.Duration // time to check every seed once
+	Period  time.Duration // time for checking every seed once
 	end     func()        // stops the scrubbing and waits for it; nil if not running
 
 	mu    sync.Mutex

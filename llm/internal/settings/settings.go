@@ -14,7 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// Settings holds everything that determines the bits of a run besides the model's shape and the data.
+// Settings holds everything that determines the results of a run, bit for bit, besides the model's
+// shape and the data.
 type Settings struct {
 	Plain
 	Rules map[string]optim.Rule `json:"rules,omitempty"` // of the optimizer, by parameter
@@ -82,9 +83,9 @@ func AnnealingOf(a optim.Annealing) (values []jsonfloat.Float) {
 	return values
 }
 
-// Differences describes how settings, together with a schedule, differ from a checkpoint's. A different
-// number of Steps alone does not count: it only determines where a run ends, unless the schedule depends
-// on it.
+// Differences describes how settings, together with a schedule, differ from a checkpoint's. A
+// different number of Steps alone is not reported, because it only determines where a run ends,
+// unless the schedule depends on it.
 func (here *Settings) Differences(there Settings, schedule optim.Schedule) []string {
 	if there.Engine == "" {
 		there.Engine = here.Engine

@@ -1,9 +1,8 @@
-// Package chat renders conversations with the chat template of a Hugging Face model, as the model was
-// trained on them.
+// Package chat renders conversations with the chat template of a Hugging Face model, in the form the
+// model was trained on.
 //
 // A chat template is a text in the template language Jinja. The package renders the same text as
-// transformers does with Jinja2. A template that uses anything that the package does not support is
-// an error that names it.
+// transformers does with Jinja2. If a template uses an unsupported feature, the error names it.
 package chat
 
 import (
@@ -28,25 +27,26 @@ type Message struct {
 	Content string
 }
 
-// A Template renders conversations. Several goroutines may use it at the same time.
+// A Template renders conversations. It is safe for concurrent use.
 type Template struct {
 	sources Sources
 	tokens  map[string]string // special tokens that templates can use, such as bos_token
 	main    *jinja.Template
 
-	// tools is the template for conversations with tools, or nil if main serves for them too.
-	// toolsErr reports why a separate template cannot be used.
+	// tools is the template for conversations with tools, or nil if main handles them too. toolsErr
+	// reports why a separate template cannot be used.
 	tools    *jinja.Template
 	toolsErr error
 }
 
-// Sources are the chat templates of a model by name. Most models have only the one named "default".
+// Sources are the chat templates of a model, keyed by name. Most models provide only the one named
+// "default".
 type Sources map[string]string
 
 const (
 	// TemplateFile is the file with the default template of a model.
 	TemplateFile = "chat_template.jinja"
-	// TemplateFolder is the folder with further templates, such as tool_use.jinja.
+	// TemplateFolder is the folder that contains further templates, such as tool_use.jinja.
 	TemplateFolder = "additional_chat_templates"
 
 	// DefaultName is the name of the default template.
@@ -66,8 +66,8 @@ var renderTimeout = jinja.DefaultTimeout
 var ErrNoTemplate = errors.New("there is no chat template")
 
 // Load reads the chat templates of a model's folder. The default template is chat_template.jinja, or
-// else the one in tokenizer_config.json. A template named tool_use serves for conversations with
-// tools. The special tokens come from tokenizer_config.json.
+// else the one in tokenizer_config.json. A template named tool_use is used for conversations with
+// tools. The special tokens are taken from tokenizer_config.json.
 func Load(folder string) (*Template, error) {
 	sources, config, err := loadSources(folder)
 	if err != nil {
@@ -286,8 +286,8 @@ type Options struct {
 //
 // The text contains the beginning-of-text token if the template writes it, so encode it with Encode
 // of a tokenizer, not EncodeWhole. If a message contains the text of a special token, encoding
-// produces that token. Render fails if the template rejects the conversation or uses anything that is
-// not supported.
+// produces that token. Render fails if the template rejects the conversation or uses an unsupported
+// feature.
 func (t *Template) Render(messages []Message, o Options) (string, error) {
 	turns := make([]jinja.Value, len(messages))
 	for i, m := range messages {
@@ -311,9 +311,9 @@ func (t *Template) Render(messages []Message, o Options) (string, error) {
 	return text, nil
 }
 
-// RenderJSON is Render for messages in JSON: an array of objects as chat APIs use them, which can have
-// tool calls, lists as contents, and other members. As transformers does, it removes members that
-// are null and passes an assistant's reasoning under all of its names.
+// RenderJSON is like Render for messages in JSON, given as an array of objects in the form used by
+// chat APIs, which may include tool calls, lists as contents, and other members. Like transformers,
+// it removes null members and passes an assistant's reasoning under all of its names.
 func (t *Template) RenderJSON(messages []byte, o Options) (string, error) {
 	turns, err := parseMessages(messages)
 	if err != nil {

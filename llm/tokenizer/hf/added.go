@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/internal/split"
 )
 
-// An addedToken is a token that is found in a text before the text is cut into pieces.
+// An addedToken is a token that is matched in a text before the text is split into pieces.
 type addedToken struct {
 	id         int
 	content    string
@@ -52,9 +52,9 @@ func readAdded(v value) ([]addedToken, error) {
 	return all, err
 }
 
-// addTokens adds tokens to the vocabulary. Rust's tokenizers ignores the ids in the file: a token has its
-// id in the model or, if it is not in the model, the next free id. If the file has a different id,
-// addTokens returns an error.
+// addTokens adds tokens to the vocabulary. Rust's tokenizers ignores the ids in the file. Instead, a
+// token gets its id from the model or, if it is not in the model, the next free id. If the file
+// specifies a different id, addTokens returns an error.
 func (m *model) addTokens(added []addedToken) error {
 	known := map[string]bool{}
 	count := 0
@@ -195,7 +195,7 @@ func (m *matcher) split(text []byte, ordinary bool, next func(t *addedToken, par
 	}
 }
 
-// isWhole reports whether no word continues before or after the range.
+// isWhole reports whether the range is not adjacent to further word characters.
 func isWhole(text []byte, from, to int) bool {
 	before, n := utf8.DecodeLastRune(text[:from])
 	if n > 0 && split.IsWord(before) {

@@ -19,7 +19,7 @@ type decoding struct {
 	byteLevel    bool
 	fused        bool
 	spaced       bool // the file has no decoder, so tokens are separated by spaces
-	stripped     rune // character that is removed at the start of the text
+	stripped     rune // character to remove at the start of the text
 	strip        int  // maximum number of characters to remove
 }
 
@@ -115,8 +115,8 @@ func (d *decoding) appendToken(out []byte, text string, first bool) []byte {
 	return append(out, text...)
 }
 
-// A Decoder converts ids to text one by one, while Decode needs all ids at once. It must not be used by
-// several goroutines at the same time.
+// A Decoder converts ids to text one by one, while Decode needs all ids at once. It is not safe for
+// concurrent use.
 type Decoder struct {
 	t       *Tokenizer
 	special bool // decode special tokens instead of skipping them
@@ -132,9 +132,10 @@ func (t *Tokenizer) NewDecoder(skipSpecial bool) *Decoder {
 	return &Decoder{t: t, special: !skipSpecial, strip: t.decoding.strip}
 }
 
-// Next returns the bytes that an id adds to the text. They are valid until the next call. Next holds back
-// the bytes of an incomplete character, so that each result is valid UTF-8 if the text is. An id in a gap
-// of the vocabulary adds nothing. An id outside the vocabulary is an error and changes nothing.
+// Next returns the bytes that an id adds to the text. They are valid until the next call. Next holds
+// back the bytes of an incomplete character, so that each result is valid UTF-8 if the text is. An id
+// in a gap of the vocabulary adds nothing. For an id outside the vocabulary, Next returns an error
+// and changes nothing.
 func (d *Decoder) Next(id int) ([]byte, error) {
 	if d.t.isGap(id) {
 		return nil, nil
@@ -152,7 +153,7 @@ func (d *Decoder) Next(id int) ([]byte, error) {
 }
 
 // Prime continues after ids that the caller has already written, such as a prompt. If their text ends
-// within a character, the following bytes complete the character.
+// within a character, the following bytes complete it.
 func (d *Decoder) Prime(ids []int) error {
 	for _, id := range ids {
 		if _, err := d.Next(id); err != nil {

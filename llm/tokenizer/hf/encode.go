@@ -9,7 +9,7 @@ import (
 // An encoder holds the cache and the buffers for encoding in one goroutine.
 type encoder struct {
 	model  *model
-	cut    func(piece []byte, first bool) // cuts a piece and calls append for the parts
+	cut    func(piece []byte, first bool) // splits a piece and calls append for the parts
 	cache  merge.Cache
 	merger *merge.Merger
 	tokens []int32
@@ -26,7 +26,7 @@ func newEncoder(m *model, stages []stage) *encoder {
 	return e
 }
 
-// append appends the tokens of a piece that no pre-tokenizer cuts further.
+// append appends the tokens of a piece that no pre-tokenizer splits further.
 func (e *encoder) append(piece []byte) {
 	m := e.model
 	if m.ignoreMerges && len(piece) <= m.longest {
@@ -82,10 +82,10 @@ func (m *model) character(c []byte) int32 {
 	return none
 }
 
-// appendSymbols appends the initial tokens of a piece: the tokens of its characters or, at byte level,
-// the tokens of its bytes. A character without a token becomes the tokens <0xNN> of its bytes if they all
-// exist. Otherwise, it becomes the unknown token. Like Rust's tokenizers, appendSymbols adds that token
-// only before the next character that has a token.
+// appendSymbols appends the initial tokens of a piece: the tokens of its characters or, in byte-level
+// encodings, of its bytes. A character without a token becomes the tokens <0xNN> of its bytes if they
+// all exist. Otherwise, it becomes the unknown token. Like Rust's tokenizers, appendSymbols adds the
+// unknown token only before the next character that has a token.
 func (m *model) appendSymbols(tokens []int32, piece []byte) []int32 {
 	waiting := false // an unknown token has not been added yet
 	for at := 0; at < len(piece); {

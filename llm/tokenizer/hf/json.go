@@ -14,7 +14,7 @@ import (
 // would build maps for a file of 33 MB, ignore duplicate keys, and match keys regardless of case.
 type value []byte
 
-// maxDepth limits the nesting of values. The files of known models have eight levels.
+// maxDepth limits the nesting of values. Files of known models nest eight levels deep.
 const maxDepth = 64
 
 // parseJSON checks that a text consists of exactly one JSON value.
@@ -307,14 +307,14 @@ func (v value) boolean() (bool, error) {
 }
 
 // An object returns the members of a JSON object one by one. It remembers the first error, which done
-// returns. If there is no error, done returns an error for members that were not read.
+// returns. If there is none, done returns an error for unread members.
 type object struct {
 	where   string // location in the file, such as "model"
 	members map[string]value
 	err     error
 }
 
-// maxMembers exceeds the number of members in any object that is read by name.
+// maxMembers exceeds the number of members in any object read by name.
 const maxMembers = 64
 
 func newObject(where string, v value) *object {
@@ -422,7 +422,7 @@ func (o *object) integer(key string) int {
 	return n
 }
 
-// done returns the first error, or an error for a member that was not read.
+// done returns the first error, or an error for an unread member.
 func (o *object) done() error {
 	if o.err == nil && len(o.members) > 0 {
 		keys := make([]string, 0, len(o.members))

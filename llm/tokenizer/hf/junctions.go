@@ -4,10 +4,10 @@ import (
 	"unicode/utf8"
 )
 
-// junctions has the pairs of characters between which some merge joins two tokens. Between any other
-// characters, a text can be cut before merging without changing the tokens. This divides the text into
-// words even if no pre-tokenizer does: in Llama 2 and Gemma, no merge joins a letter with a space after
-// it.
+// junctions holds the pairs of characters between which some merge joins two tokens. Between any
+// other characters, a text can be split before merging without changing the tokens. This divides the
+// text into words even if no pre-tokenizer does, because in Llama 2 and Gemma no merge joins a letter
+// to a following space.
 type junctions struct {
 	ascii [utf8.RuneSelf][utf8.RuneSelf]bool
 	other map[[2]rune]bool

@@ -39,7 +39,7 @@ type model struct {
 // A token is an entry of the vocabulary.
 type token struct {
 	text string
-	ok   bool // the id has a token
+	ok   bool // the id belongs to a token
 }
 
 const none = -1
@@ -141,7 +141,7 @@ func (m *model) readVocab(v value) error {
 	return m.indexTokens(len(texts))
 }
 
-// indexTokens creates the map of ids. The argument is the total number of bytes in tokens.
+// indexTokens creates the map of ids. The argument is the total length of the tokens in bytes.
 func (m *model) indexTokens(size int) error {
 	arena := make([]byte, 0, size)
 	for id, t := range m.tokens {

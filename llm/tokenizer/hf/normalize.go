@@ -6,7 +6,7 @@ import (
 	"fmt"
 )
 
-// A normalizer replaces characters of a text before the text is cut. It does not modify the text in
+// A normalizer replaces characters of a text before the text is split. It does not modify the text in
 // place.
 type normalizer interface {
 	normalize(text []byte) []byte
@@ -102,7 +102,7 @@ func (o *object) affix(key string) string {
 	return s
 }
 
-// pattern returns the text of {"String": …}. A regular expression is an error.
+// pattern returns the text of {"String": …}. It returns an error for a regular expression.
 func (o *object) pattern(key string) string {
 	v, ok := o.must(key)
 	if !ok {

@@ -12,7 +12,7 @@ import (
 )
 
 // findPattern returns a finder for a regular expression that is not one of the published patterns. It
-// returns an error if the expression does not mean the same in Oniguruma and in regexp2, if it can match
+// returns an error if the expression has different meanings in Oniguruma and regexp2, if it can match
 // an empty text, or if it takes exponential time.
 func findPattern(pattern string) (finder, error) {
 	pattern, err := portable(pattern)
@@ -98,7 +98,7 @@ type expression struct {
 	empty     bool // it can match an empty text
 	unbounded bool // it contains a repetition without a limit
 	choice    bool // it can match a text in several ways, or texts of different lengths
-	degree    int  // number of successive repetitions: the time is this power of the length of the text
+	degree    int  // number of successive repetitions; the time grows with this power of the text's length
 }
 
 // maxDegree limits the number of successive repetitions. Published patterns have two.

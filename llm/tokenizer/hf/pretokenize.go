@@ -9,8 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/internal/split"
 )
 
-// A stage is a pre-tokenizer. It divides a piece into parts that are not empty and calls a function for
-// each. The argument first reports whether the piece or part starts the text.
+// A stage is a pre-tokenizer. It divides a piece into non-empty parts and calls a function for each.
+// The argument first reports whether the piece or part starts the text.
 type stage interface {
 	cut(piece []byte, first bool, next func(part []byte, first bool))
 }
@@ -56,7 +56,7 @@ func (prefixSpace) cut(piece []byte, first bool, next func([]byte, bool)) {
 	next(piece, first)
 }
 
-// scan divides a text with one of the published patterns, which match everywhere.
+// scan divides a text with one of the published patterns, which leave no text unmatched.
 type scan struct{ *split.Scanner }
 
 func mustScan(pattern string) scan {
@@ -91,10 +91,10 @@ func (d digits) cut(piece []byte, first bool, next func([]byte, bool)) {
 	next(piece[from:], first && from == 0)
 }
 
-// metaspace replaces spaces by a character and cuts the text before that character.
+// metaspace replaces spaces with a character and splits the text before that character.
 type metaspace struct {
 	replacement string
-	scheme      string // when the character is added at the start: always, first or never
+	scheme      string // when to add the character at the start: always, first or never
 	split       bool
 }
 

@@ -1,9 +1,9 @@
-// Package hf implements the tokenizers that Hugging Face's tokenizer.json files describe. It produces the
-// same ids as the Rust library tokenizers.
+// Package hf implements the tokenizers described by Hugging Face's tokenizer.json files. It produces
+// the same ids as the Rust library tokenizers.
 //
-// The package supports byte-pair encodings at byte level (GPT-2, Llama 3, Qwen, SmolLM, Mistral's Tekken)
-// and with characters and byte fallback (Llama 2, Mistral, Gemma). If a file uses a feature that the
-// package does not support, loading it returns an error that names the feature.
+// The package supports byte-level encodings (GPT-2, Llama 3, Qwen, SmolLM, Mistral's Tekken) and
+// character-level ones with byte fallback (Llama 2, Mistral, Gemma). If a file uses an unsupported
+// feature, loading it returns an error that names the feature.
 package hf
 
 import (
@@ -20,8 +20,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// A Tokenizer implements [tokenizer.Tokenizer] as described by a tokenizer.json. Several goroutines may
-// use it at the same time.
+// A Tokenizer implements [tokenizer.Tokenizer] as described by a tokenizer.json. It is safe for
+// concurrent use.
 //
 // The tokenizer is lossless if the file is. Normalizers such as NFC (Qwen) change the text before
 // encoding, and tokens that absorb the space around them do not restore it. Only DecodeWhole returns the
@@ -30,8 +30,8 @@ type Tokenizer struct {
 	name        string
 	model       *model
 	normalizers []normalizer
-	raw         *matcher // tokens that are found before normalization
-	normalized  *matcher // tokens that are found after normalization
+	raw         *matcher // tokens matched before normalization
+	normalized  *matcher // tokens matched after normalization
 	special     map[int]bool
 	skipped     map[int]bool // special tokens, and tokens with the same text
 	added       map[string]int
@@ -52,12 +52,12 @@ const (
 	fileName   = "tokenizer.json"
 	configName = "tokenizer_config.json"
 
-	maxFile   = 64 << 20 // bytes; the largest known file, Gemma 3's, has 33 MB
+	maxFile   = 64 << 20 // bytes; the largest known file, Gemma 3's, takes 33 MB
 	maxConfig = 16 << 20
 )
 
-// Load reads a tokenizer.json, given its path or the path of its folder. If the folder has a
-// tokenizer_config.json, it defines the tokens at the beginning and the end of a text.
+// Load reads a tokenizer.json, given its path or the path of its folder. If the folder contains a
+// tokenizer_config.json, that file defines the tokens at the beginning and the end of a text.
 func Load(path string) (*Tokenizer, error) {
 	file, folder := path, ""
 	if info, err := os.Stat(path); err == nil && info.IsDir() {
@@ -128,8 +128,8 @@ func (t *Tokenizer) read(o *object) error {
 		o.fail("version", fmt.Errorf("%.40q is not supported, want \"1.0\"", version))
 	}
 
-	// The file records the last settings for truncation and padding. Like transformers, which truncates
-	// and pads only on request, ignore them.
+	// Ignore the recorded settings for truncation and padding, as does transformers, which truncates
+	// and pads only on request.
 	for _, key := range []string{"truncation", "padding"} {
 		if v, ok := o.take(key); ok && v[0] != '{' {
 			o.fail(key, fmt.Errorf("it is %s, want null or an object", v.kind()))
@@ -215,7 +215,7 @@ func (t *Tokenizer) checkStages(stages []stage) error {
 	return nil
 }
 
-// add adds the added tokens and checks that the vocabulary has the tokens of the template.
+// add adds the added tokens and checks that the vocabulary contains the template's tokens.
 func (t *Tokenizer) add(added []addedToken) error {
 	if err := t.model.addTokens(added); err != nil {
 		return err
@@ -310,7 +310,7 @@ func tokenText(v value) (string, error) {
 // Name returns "hf-", the size of the vocabulary, and 16 hexadecimal digits of a hash of the file.
 func (t *Tokenizer) Name() string { return t.name }
 
-// VocabSize returns the largest id plus one. Some smaller ids may have no token.
+// VocabSize returns the largest id plus one. Some smaller ids may be unused.
 func (t *Tokenizer) VocabSize() int {
 	if t.model == nil {
 		return 0
@@ -353,8 +353,8 @@ func (t *Tokenizer) Token(id int) (string, bool) {
 // IsSpecial reports whether id belongs to a special token.
 func (t *Tokenizer) IsSpecial(id int) bool { return t.special[id] }
 
-// isGap reports whether an id is within the vocabulary but has no token. Models can generate such ids. As
-// in Rust's tokenizers, they add nothing to a text.
+// isGap reports whether an id within the vocabulary is unused. Models can generate such ids. As in
+// Rust's tokenizers, they add nothing to a text.
 func (t *Tokenizer) isGap(id int) bool {
 	return t != nil && t.model != nil && id >= 0 && id < len(t.model.tokens) && !t.model.tokens[id].ok
 }
@@ -433,10 +433,10 @@ func (t *Tokenizer) encode(text []byte, ordinary bool) []int {
 	return ids
 }
 
-// Decode returns the bytes of the tokens without special tokens, like decode(ids) in Rust's tokenizers.
-// There are two differences: bytes that are not valid UTF-8 are preserved, and an id outside the
-// vocabulary is an error. An id in a gap of the vocabulary adds nothing. To decode ids one by one, use a
-// Decoder.
+// Decode returns the bytes of the tokens without special tokens, like decode(ids) in Rust's
+// tokenizers. There are two differences: bytes that are not valid UTF-8 are preserved, and an id
+// outside the vocabulary is an error. Unused ids within the vocabulary add nothing. To decode ids one
+// by one, use a Decoder.
 func (t *Tokenizer) Decode(ids []int) ([]byte, error) { return t.decode("Decode", ids, true) }
 
 // DecodeWhole is like Decode, but includes special tokens as written in the file.

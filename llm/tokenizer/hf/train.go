@@ -14,23 +14,23 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/internal/split"
 )
 
-// patterns has the published patterns that divide text into pieces.
+// patterns holds the published patterns that divide text into pieces.
 var patterns = map[string]string{"gpt2": split.GPT2, "llama3": split.Llama3, "qwen2": split.Qwen,
 	"tekken": split.Tekken, "gpt4o": split.GPT4o}
 
 // EndOfText is the special token that Train adds after all other tokens.
 const EndOfText = "<|endoftext|>"
 
-// Train learns a byte-level encoding of a text, like [tokenizer.TrainBPE]. The text is divided with the
-// pattern of a published model: gpt2, llama3, qwen2, tekken or gpt4o. Train returns a tokenizer.json, for
-// [Parse] and Rust's tokenizers, and the matching tokenizer_config.json.
+// Train learns a byte-level encoding of a text, like [tokenizer.TrainBPE], but divides the text with
+// the pattern of a published model: gpt2, llama3, qwen2, tekken or gpt4o. Train returns a
+// tokenizer.json, for [Parse] and Rust's tokenizers, and the matching tokenizer_config.json.
 //
 //	ids 0 to 255   the bytes
 //	ids from 256   the results of merges, in order
 //	the last id    EndOfText
 //
-// The vocabulary has at most vocab tokens, from 257 to 2^20. It has fewer if no pair occurs twice any
-// more.
+// The vocabulary contains at most vocab tokens, a number from 257 to 2^20, and fewer once no pair
+// occurs twice any longer.
 func Train(ctx context.Context, text io.Reader, vocab int, pattern string,
 	progress func(merges, total int) error) (tokenizerJSON, config []byte, err error) {
 	expression, ok := patterns[pattern]

@@ -25,8 +25,8 @@ var alphabet = func() (a struct {
 	return a
 }()
 
-// AppendBytes appends the bytes of a token. It returns false if the token has a character outside the
-// alphabet.
+// AppendBytes appends the bytes of a token. It returns false if the token contains a character
+// outside the alphabet.
 func AppendBytes(bytes []byte, token string) ([]byte, bool) {
 	from := len(bytes)
 	for _, r := range token {

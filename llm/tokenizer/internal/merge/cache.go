@@ -1,7 +1,7 @@
 package merge
 
-// A Cache stores the tokens of pieces, because most of a text consists of a few frequent pieces. It must
-// not be used by several goroutines at once.
+// A Cache stores the tokens of pieces, because most text consists of a few frequent pieces. It is not
+// safe for concurrent use.
 type Cache struct {
 	spans map[string]span
 	slab  []int32 // tokens of all pieces

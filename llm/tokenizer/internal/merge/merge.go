@@ -14,8 +14,8 @@ import (
 // None is the rank of pairs that are not merged.
 const None = math.MaxInt32
 
-// A Table holds merges with their ranks, using open addressing. A map would take three times the memory.
-// The hash has a random key, so that a file cannot make all pairs collide.
+// A Table holds merges with their ranks, using open addressing. A map would take three times as much
+// memory. The hash has a random key, so that a file cannot make all pairs collide.
 type Table struct {
 	slots []slot // the length is a power of two, and at most half of the slots are used
 	key   uint64
@@ -63,7 +63,7 @@ func (t *Table) slot(left, right int32) *slot {
 	}
 }
 
-// A Merger merges the tokens of pieces. It must not be used by several goroutines at once.
+// A Merger merges the tokens of pieces. It is not safe for concurrent use.
 type Merger struct {
 	table *Table
 	next  []step // for few tokens: next[i] is the merge of tokens i and i+1
@@ -82,7 +82,7 @@ type step struct{ rank, id int32 }
 const few = 48
 
 // Merge repeatedly merges the pair with the lowest rank, the leftmost one if there are several. It
-// replaces the tokens by the result. The time for n tokens is O(n log n).
+// replaces the tokens with the result. The time for n tokens is O(n log n).
 func (m *Merger) Merge(tokens []int32) []int32 {
 	if len(tokens) < 2 {
 		return tokens

@@ -2,8 +2,8 @@ package merge
 
 import "slices"
 
-// An entry is a candidate for a merge. It has the rank in its upper bits and the position in its lower
-// bits, so that the least entry is the next merge.
+// An entry is a candidate for a merge. Its upper bits hold the rank and its lower bits the position,
+// so that the smallest entry is the next merge.
 type entry uint64
 
 func (e entry) rank() int32 { return int32(e >> 32) }
@@ -32,7 +32,7 @@ func (q *queue) push(e entry) {
 	q.later = append(q.later, e)
 }
 
-// pop removes and returns the least entry, if there is one.
+// pop removes and returns the smallest entry, if there is one.
 func (q *queue) pop() (entry, bool) {
 	if q.at == len(q.sorted) { // the heap is empty too
 		if len(q.later) == 0 {

@@ -29,8 +29,8 @@ const (
 	classBits  = 0x7
 )
 
-// The classes match Oniguruma, which Rust's tokenizers uses for patterns. Package unicode has a different
-// version of Unicode in each version of Go, so a text might be divided differently.
+// The classes match Oniguruma, which Rust's tokenizers uses for patterns. Package unicode follows a
+// different version of Unicode in each version of Go, so texts might be divided differently.
 const pageSize = 128
 
 // A classTable holds the classes of all characters in pages. Equal pages are shared.
@@ -134,6 +134,6 @@ func IsSpace(r rune) bool {
 // IsWord reports whether a character matches \w in Rust's regex.
 func IsWord(r rune) bool { return classes().bits(r)&wordBit != 0 }
 
-// IsNumeric reports whether a character is numeric according to Rust's standard library, which has a
-// newer version of Unicode than \p{N}.
+// IsNumeric reports whether a character is numeric according to Rust's standard library, which
+// follows a newer version of Unicode than \p{N}.
 func IsNumeric(r rune) bool { return classes().bits(r)&numericBit != 0 }

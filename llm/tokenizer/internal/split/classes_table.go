@@ -2,7 +2,7 @@
 
 package split
 
-// categories lists the general categories. Cn also stands for categories that are not needed.
+// categories lists the general categories. Cn also represents categories that are not needed.
 var categories = [...]string{"Cn", "Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "No",
 	"Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Sm", "Sc", "Sk", "So", "Zs", "Zl", "Zp"}
 

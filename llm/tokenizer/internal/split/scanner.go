@@ -1,6 +1,6 @@
-// Package split divides text into the pieces within which byte-pair encodings merge. It has scanners for
-// the published patterns. They are about twenty times as fast as a regular expression, and give the
-// patterns the same meaning as Oniguruma, which Rust's tokenizers uses.
+// Package split divides text into the pieces within which byte-pair encodings merge. It provides
+// scanners for the published patterns, which are about twenty times as fast as a regular expression
+// and interpret the patterns like Oniguruma, the engine of Rust's tokenizers.
 package split
 
 // The published patterns.
@@ -32,7 +32,7 @@ const (
 	symbolsSlashAndSpace = `| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+`
 )
 
-// A Scanner finds the pieces of a published pattern. Several goroutines may use it at the same time.
+// A Scanner finds the pieces of a published pattern. It is safe for concurrent use.
 type Scanner struct {
 	classes *classTable
 	family  family
@@ -135,7 +135,7 @@ func (s *Scanner) smallWord(text []byte) int {
 	return both
 }
 
-// capitalWord returns the length of a match of upperRun+ lowerRun*, or 0. It is called if smallWord has
+// capitalWord returns the length of a match of upperRun+ lowerRun*, or 0. It is called if smallWord
 // found nothing, so there are only capitals.
 func (s *Scanner) capitalWord(text []byte) int {
 	at := 0

@@ -9,7 +9,7 @@ import (
 	"unicode/utf8"
 )
 
-// missingAttribute returns the undefined value of an attribute or item that an object does not have.
+// missingAttribute returns the undefined value of a missing attribute or item.
 func missingAttribute(object value, key value) value {
 	if s, ok := text(key); ok {
 		return &undefined{describe(object) + " has no attribute " + quote(s)}
@@ -17,7 +17,8 @@ func missingAttribute(object value, key value) value {
 	return &undefined{describe(object) + " has no such element"}
 }
 
-// getAttribute is the expression object.name: the attribute if the object has one, or the item.
+// getAttribute evaluates the expression object.name, which is the object's attribute or, if there is
+// none, its item.
 func (in *interpreter) getAttribute(object value, name string) value {
 	v, found := in.attribute(object, name)
 	if found {
@@ -31,7 +32,8 @@ func (in *interpreter) getAttribute(object value, name string) value {
 	return missingAttribute(object, name)
 }
 
-// getItem is the expression object[key]: the item if the object has one, or the attribute.
+// getItem evaluates the expression object[key], which is the object's item or, if there is none, its
+// attribute.
 func (in *interpreter) getItem(object, key value) value {
 	if v, ok := in.item(object, key); ok {
 		return v
@@ -44,7 +46,7 @@ func (in *interpreter) getItem(object, key value) value {
 	return missingAttribute(object, key)
 }
 
-// item returns the item of a container, and whether it has one.
+// item returns an item of a container, and whether it exists.
 func (in *interpreter) item(object, key value) (value, bool) {
 	if u, ok := object.(*undefined); ok {
 		fail("%s", u.message)
@@ -121,8 +123,8 @@ func (in *interpreter) runeAt(s string, i int) (string, bool) {
 	return string(runes[i]), true
 }
 
-// The attributes of Python's types. Attributes that change an object, and attributes that start with an
-// underscore, are unsafe: the sandbox makes them undefined.
+// The attributes of Python's types. Attributes that change an object or start with an underscore are
+// unsafe, so the sandbox makes them undefined.
 var (
 	listAttributes  = []string{"copy", "count", "index"}
 	listMutators    = []string{"append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"}
@@ -139,7 +141,7 @@ var (
 		"gi_yieldfrom", "send", "throw"}
 )
 
-// unsafe is the value of an attribute that the sandbox forbids.
+// unsafe is the value of an attribute forbidden by the sandbox.
 func unsafe(object value, name string) value {
 	return &undefined{"the attribute " + quote(name) + " of " + describe(object) + " is unsafe"}
 }
@@ -149,7 +151,7 @@ func method(name string, call func(in *interpreter, a *callArguments) value) val
 	return &function{name, call}
 }
 
-// unsupported returns a method that Python has and that fails when it is called.
+// unsupported returns a method that exists in Python but fails here when called.
 func unsupported(object value, name string) value {
 	return method(name, func(*interpreter, *callArguments) value {
 		fail("the method %s of %s is not supported", name, describe(object))
@@ -157,7 +159,7 @@ func unsupported(object value, name string) value {
 	})
 }
 
-// attribute returns the attribute that an object has in Python, and whether it has one.
+// attribute returns an object's Python attribute, and whether it exists.
 func (in *interpreter) attribute(object value, name string) (value, bool) {
 	if strings.HasPrefix(name, "__") && strings.HasSuffix(name, "__") {
 		fail("the attribute %s is not supported", name)
@@ -322,7 +324,8 @@ func sequenceMethod(object value, items []value, name string) value {
 	})
 }
 
-// clampRange returns the bounds of a part of a sequence, as methods with start and stop have.
+// clampRange returns the bounds of a section of a sequence, for methods with start and stop
+// arguments.
 func clampRange(n int, start, stop value) (from, to int) {
 	clamp := func(v value, otherwise int) int {
 		if v == missing || v == nil {
@@ -501,8 +504,8 @@ func strip(name string, cut func(string, func(rune) bool) string) stringMethod {
 	}
 }
 
-// section returns the part of a string that the arguments start and stop choose, and the index of
-// its first character. It returns false if the start lies after the end.
+// section returns the part of a string selected by the arguments start and stop, and the index of its
+// first character. It returns false if the start lies after the end.
 func (in *interpreter) section(s string, start, stop value) (part string, from int, ok bool) {
 	if (start == missing || start == nil) && (stop == missing || stop == nil) {
 		return s, 0, true

@@ -107,7 +107,7 @@ func checkNamespaceName(name value) {
 	}
 }
 
-// makeDict makes a dictionary as Python's dict does.
+// makeDict creates a dictionary like Python's dict.
 func (in *interpreter) makeDict(a *callArguments) value {
 	d := newDict()
 	if len(a.positional) > 1 {

@@ -325,7 +325,7 @@ func (in *interpreter) compareOp(op string, left, right value) bool {
 	return order >= 0
 }
 
-// slice is the expression object[start:stop:step].
+// slice evaluates the expression object[start:stop:step].
 func (in *interpreter) slice(object value, s *slice, line int) value {
 	bound := func(n node) value {
 		if n == nil {

@@ -11,10 +11,10 @@ import (
 
 type filterFunc func(in *interpreter, v value, a *callArguments) value
 
-// filters are the supported filters.
+// filters holds the supported filters.
 var filters map[string]filterFunc
 
-// otherFilters are filters of Jinja2 that are not supported.
+// otherFilters holds Jinja2's unsupported filters.
 var otherFilters = []string{"filesizeformat", "pprint", "random", "striptags", "urlencode", "urlize",
 	"wordwrap", "xmlattr"}
 
@@ -256,8 +256,8 @@ func init() {
 	}
 }
 
-// lazy returns a generator over the elements of a value that f keeps, as f changes them. Like a
-// generator of Python, it starts when its first element is needed.
+// lazy returns a generator over the elements of a value that f keeps, as changed by f. Like a Python
+// generator, it starts when its first element is needed.
 func (in *interpreter) lazy(v value, start func() func(value) (value, bool)) value {
 	var elements *iterator
 	var f func(value) (value, bool)
@@ -345,7 +345,7 @@ func ignoreCase(v value) value {
 	return v
 }
 
-// keyGetter returns the function that computes a filter's comparison key of an element.
+// keyGetter returns the function that computes an element's comparison key for a filter.
 func (in *interpreter) keyGetter(attribute, caseSensitive value) func(value) value {
 	get := in.attributeGetter(orDefault(attribute, nil), nil)
 	if isTrue(orDefault(caseSensitive, false)) {

@@ -21,7 +21,7 @@ type spec struct {
 	verb      byte
 }
 
-// percent is the % operator of strings.
+// percent implements the % operator of strings.
 func (in *interpreter) percent(format string, right value) value {
 	// A tuple holds several operands. Python allows a list or dictionary to remain unused.
 	operands := []value{right}
@@ -191,8 +191,7 @@ func (in *interpreter) percentOne(s spec, v value) string {
 	return ""
 }
 
-// cut returns the first characters of a text, as many as precision, or all of them if precision is
-// negative.
+// cut returns the first precision characters of a text, or all of them if precision is negative.
 func cut(s string, precision int) string {
 	if precision < 0 {
 		return s
@@ -322,7 +321,7 @@ func (in *interpreter) pad(s spec, sign, body string) string {
 	return fill(missing) + sign + body
 }
 
-// formatMethod is the method format of strings.
+// formatMethod implements the string method format.
 func formatMethod(in *interpreter, self string, a *callArguments) value {
 	b := &builder{in: in}
 	automatic := 0

@@ -2,7 +2,7 @@ package jinja
 
 import "math"
 
-// globals are the variables that every template has.
+// globals holds the variables available to every template.
 var globals = map[string]value{
 	"dict":            dictType{},
 	"namespace":       namespaceType{},

@@ -12,8 +12,8 @@ import (
 	"unicode/utf8"
 )
 
-// FromGo makes a value of a Go value: nil, a bool, an int, an int64, a float64, a string, a
-// json.RawMessage, or a slice of these. Maps are not accepted, since their keys have no order.
+// FromGo converts a Go value, which must be nil, a bool, an int, an int64, a float64, a string, a
+// json.RawMessage, or a slice of these. Maps are not accepted, since their keys are unordered.
 func FromGo(v any) (Value, error) {
 	switch v := v.(type) {
 	case nil, bool, int64:
@@ -48,13 +48,13 @@ func FromGo(v any) (Value, error) {
 		"float64, nil, a slice of these, or a json.RawMessage", v)
 }
 
-// A Field is a key of a dictionary and its value.
+// A Field is a dictionary key with its value.
 type Field struct {
 	Key   string
 	Value Value
 }
 
-// Dict makes a dictionary with its keys in the given order.
+// Dict returns a dictionary with its keys in the given order.
 func Dict(fields ...Field) Value {
 	d := newDict()
 	for _, f := range fields {
@@ -63,7 +63,7 @@ func Dict(fields ...Field) Value {
 	return Value{d}
 }
 
-// List makes a list.
+// List returns a list.
 func List(values ...Value) Value {
 	l := &list{}
 	for _, v := range values {
@@ -102,7 +102,7 @@ func (v Value) Items() ([]Value, bool) {
 // IsNone reports whether the value is None.
 func (v Value) IsNone() bool { return v.v == nil }
 
-// FromJSON makes a value of a JSON text as Python's json.loads does. Keys keep their order.
+// FromJSON decodes JSON text like Python's json.loads, preserving the order of keys.
 func FromJSON(raw []byte) (Value, error) {
 	if !utf8.Valid(raw) {
 		return Value{}, errors.New("the JSON text is not valid UTF-8")
@@ -129,8 +129,8 @@ func FromJSON(raw []byte) (Value, error) {
 	return Value{v}, nil
 }
 
-// hasHalfPair reports whether a string has the escape of half a surrogate pair, which encoding/json
-// replaces by U+FFFD.
+// hasHalfPair reports whether a string contains an escaped unpaired surrogate, which encoding/json
+// replaces with U+FFFD.
 func hasHalfPair(raw []byte) bool {
 	escape := func(i int) rune {
 		if i+6 > len(raw) || raw[i] != '\\' || raw[i+1] != 'u' {

@@ -27,8 +27,8 @@ type interpreter struct {
 }
 
 // A scope holds the variables of one function of the Python code that Jinja2 generates: the template
-// itself or the call of a macro. An inner function sees the variables of the outer one as they are
-// at the time.
+// itself or the call of a macro. An inner function sees the current values of the outer one's
+// variables.
 type scope struct {
 	variables map[string]value
 	outer     *scope
@@ -91,10 +91,10 @@ func inputSize(v value) int {
 	return 8
 }
 
-// step counts a step of the rendering and fails if time is up.
+// step counts a rendering step and fails if time is up.
 func (in *interpreter) step() { in.work(1) }
 
-// work counts steps. A step is the work of evaluating a small expression.
+// work counts steps, each of which is about the cost of evaluating a small expression.
 func (in *interpreter) work(steps int) {
 	if in.steps += steps; in.steps < in.checkAt {
 		return
@@ -116,14 +116,14 @@ func (in *interpreter) grow(n int) {
 	}
 }
 
-// check fails if a value would have too many bytes.
+// check fails if a value would take too many bytes.
 func (in *interpreter) check(n int) {
 	if n > in.valueLimit {
 		fail("a value has more than %d bytes", in.valueLimit)
 	}
 }
 
-// newString counts a string that has just been made.
+// newString counts a newly created string.
 func (in *interpreter) newString(s string) string {
 	in.check(len(s))
 	in.grow(len(s))

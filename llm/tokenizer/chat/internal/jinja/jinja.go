@@ -2,13 +2,13 @@
 // configures it: trim_blocks and lstrip_blocks, the immutable sandbox, loop controls, the generation
 // tag, and transformers' own tojson, namespace, dict, raise_exception and strftime_now.
 //
-// The package implements what chat templates use. Everything else is an error that names the
-// construct; a template never renders to a different text. Templates come from strangers, so the
-// time, the memory and the nesting that a template may use are limited.
+// The package implements what chat templates use. Everything else causes an error that names the
+// construct, so a template never renders to different text. Because templates come from strangers,
+// their time, memory and nesting are limited.
 //
-// Behavior that depends on the version of Python is an error if possible. One exception is the properties
-// of characters, for which the package uses Go's version of Unicode: of all characters that Python 3.11
-// knows, five differ, and only for islower and the test lower.
+// Behavior that depends on the version of Python is an error if possible. One exception is the
+// properties of characters, for which the package uses Go's version of Unicode. Of all characters
+// known to Python 3.11, five differ, and only for islower and the test lower.
 //
 // The code follows Jinja2 where its behavior is subtle: lex.go and parse.go correspond to its lexer
 // and parser, scope.go to its identifier tracking, and statement.go and expression.go to the Python
@@ -20,7 +20,7 @@ import (
 	"time"
 )
 
-// A Template is a parsed template. Several goroutines may render it at the same time.
+// A Template is a parsed template. Several goroutines may render it concurrently.
 type Template struct {
 	body  []node
 	loads []load
@@ -57,7 +57,7 @@ const (
 	maxDigits    = 4300      // digits of an integer; Python's limit for printing one
 )
 
-// DefaultTimeout is the time that a template may take unless Options say otherwise. Published
+// DefaultTimeout is the maximum rendering time unless Options specifies otherwise. Published
 // templates take milliseconds.
 const DefaultTimeout = 20 * time.Second
 
@@ -88,7 +88,7 @@ func recoverError(err *error, line *int) {
 	}
 }
 
-// Parse parses a template. It reports syntax errors, unknown tags, and tags that are not supported.
+// Parse parses a template. It reports syntax errors, unknown tags, and unsupported tags.
 func Parse(source string) (t *Template, err error) {
 	line := 0
 	defer recoverError(&err, &line)
@@ -106,7 +106,7 @@ func Parse(source string) (t *Template, err error) {
 // Variables are the named values that a template can use. The values are built by [Value].
 type Variables map[string]Value
 
-// A Value is a value of the template language, made from Go values by [FromGo] or [FromJSON].
+// A Value is a value of the template language, created by [FromGo] or [FromJSON].
 type Value struct{ v value }
 
 // Render renders the template with the given variables.

@@ -7,7 +7,7 @@ import (
 	"unicode/utf16"
 )
 
-// A jsonWriter writes values as Python's json.dumps does.
+// A jsonWriter writes values like Python's json.dumps.
 type jsonWriter struct {
 	*builder
 	ascii    bool
@@ -144,7 +144,7 @@ func (w *jsonWriter) object(d *dict, depth int) {
 	w.add("}")
 }
 
-// toJSON is transformers' filter tojson.
+// toJSON implements transformers' tojson filter.
 func toJSON(in *interpreter, v value, a *callArguments) value {
 	args := a.bind("tojson", 0, "ensure_ascii", "indent", "separators", "sort_keys")
 	w := &jsonWriter{builder: &builder{in: in}, item: ", ", key: ": "}

@@ -24,7 +24,8 @@ const (
 	tokenOperator
 )
 
-// A token is a piece of a template. Text holds the operator, name, data or unescaped string.
+// A token is a lexical element of a template. Text holds the operator, name, data or unescaped
+// string.
 type token struct {
 	kind   tokenKind
 	text   string
@@ -179,8 +180,8 @@ func matchRaw(s, name string, trim bool) int {
 	return matchEnd(s, at, "%}", trim, trim)
 }
 
-// matchEnd returns the index after the end of a tag or comment, if the end is at the given index, or 0.
-// With trim, a plain end includes one newline. With plus, the end may have a plus sign.
+// matchEnd returns the index after the end of a tag or comment, if the end is at the given index, or
+// 0. With trim, a plain end includes one newline. With plus, the end may include a plus sign.
 func matchEnd(s string, at int, end string, trim, plus bool) int {
 	rest := s[at:]
 	switch {
@@ -337,7 +338,8 @@ func (l *lexer) lexOperator(brackets *[]byte) {
 	l.fail("unexpected character %q", r)
 }
 
-// digits returns the length of decimal digits at an index, with single underscores between them.
+// digits returns the length of the decimal digits at an index, including single underscores between
+// them.
 func digits(s string, at int) int {
 	n := 0
 	for at+n < len(s) {
@@ -403,7 +405,7 @@ func matchInteger(s string) int {
 		}
 	}
 
-	if s[0] == '0' { // a decimal zero, perhaps written with several digits
+	if s[0] == '0' { // a decimal zero, possibly with several digits
 		n := 1
 		for n < len(s) && (s[n] == '0' || s[n] == '_' && n+1 < len(s) && s[n+1] == '0') {
 			n++

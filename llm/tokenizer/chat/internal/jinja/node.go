@@ -4,7 +4,7 @@ package jinja
 // decides which scope a name belongs to.
 type node any
 
-// A name is a variable that is loaded or stored. Ident is set by resolveScopes.
+// A name is a variable being loaded or stored. Ident is set by resolveScopes.
 type name struct {
 	name  string
 	mode  nameMode

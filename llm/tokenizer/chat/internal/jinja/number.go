@@ -51,7 +51,7 @@ func normalize(i *big.Int) value {
 	return i
 }
 
-// toInt returns an integer argument as an int. Large values are cut off at the limits of int32.
+// toInt returns an integer argument as an int. Large values saturate at the limits of int32.
 func toInt(v value) int {
 	i := toBig(v)
 	switch {
@@ -262,7 +262,7 @@ func integerText(v value) string {
 	return s
 }
 
-// floatText returns the text of a float as Python's repr does.
+// floatText formats a float like Python's repr.
 func floatText(f float64) string {
 	checkFloat(f)
 	s := strconv.FormatFloat(f, 'e', -1, 64)
@@ -313,7 +313,7 @@ func round(v value, digits int) value {
 	return rounded
 }
 
-// roundInteger rounds an integer to a power of ten, and halves to the even multiple.
+// roundInteger rounds an integer to a multiple of a power of ten, with ties to even.
 func roundInteger(i *big.Int, zeros int) value {
 	if zeros > maxDigits {
 		return int64(0)
@@ -331,7 +331,7 @@ func roundInteger(i *big.Int, zeros int) value {
 	return normalize(quotient.Mul(quotient, unit))
 }
 
-// checkDigits fails if a text has digits other than 0 to 9, which Python reads as numbers too.
+// checkDigits fails if a text contains digits other than 0 to 9, which Python also reads as numbers.
 func checkDigits(s string) {
 	for _, r := range s {
 		if r > unicode.MaxASCII && unicode.IsDigit(r) {
@@ -340,7 +340,7 @@ func checkDigits(s string) {
 	}
 }
 
-// parseInteger parses an integer as Python's int does.
+// parseInteger parses an integer like Python's int.
 func parseInteger(s string, base int) (value, bool) {
 	s = trim(s)
 	checkDigits(s)
@@ -374,7 +374,7 @@ func parseInteger(s string, base int) (value, bool) {
 	return normalize(i), true
 }
 
-// parseFloat parses a float as Python's float does.
+// parseFloat parses a float like Python's float.
 func parseFloat(s string) (float64, bool) {
 	s = trim(s)
 	checkDigits(s)

@@ -376,7 +376,7 @@ func (p *parser) parseTuple(conditional bool, ends []string) node {
 	return p.parseItems(func() node { return p.parseExpression(conditional) }, ends, false)
 }
 
-// parseItems parses one expression, or several that are separated by commas, which form a tuple.
+// parseItems parses one expression, or several separated by commas, which form a tuple.
 func (p *parser) parseItems(parse func() node, ends []string, brackets bool) node {
 	var items []node
 	isTuple := false
@@ -443,7 +443,7 @@ func checkOperators(n int) {
 	}
 }
 
-// parseBinary parses operands that are separated by operators of the same precedence.
+// parseBinary parses operands separated by operators of the same precedence.
 func (p *parser) parseBinary(operand func() node, is func(token) bool) node {
 	left := operand()
 	for count := 0; is(p.current()); count++ {

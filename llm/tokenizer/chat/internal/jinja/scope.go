@@ -15,7 +15,7 @@ import (
 type load struct {
 	ident  string
 	action loadAction
-	from   string // the identifier or the name that the variable starts as
+	from   string // identifier or name of the initial value
 }
 
 type loadAction int
@@ -27,7 +27,7 @@ const (
 	loadUndefined
 )
 
-// symbols are the names of one scope.
+// symbols holds the names of one scope.
 type symbols struct {
 	level  int
 	parent *symbols
@@ -140,8 +140,8 @@ func (s *symbols) merge(branches ...*symbols) {
 	}
 }
 
-// visit records the names that a node loads and stores in this scope. It does not enter nodes that
-// have a scope of their own.
+// visit records the names that a node loads and stores in this scope. It does not descend into nodes
+// with their own scope.
 func (s *symbols) visit(n node) {
 	switch n := n.(type) {
 	case *name:
@@ -185,7 +185,7 @@ func (s *symbols) visitAll(nodes []node) {
 	}
 }
 
-// visitIf visits the first branch. The elif branches are if statements of a branch of their own.
+// visitIf visits the first branch. Each elif branch is an if statement in a separate branch.
 func (s *symbols) visitIf(branches []ifBranch, otherwise []node) {
 	s.visit(branches[0].condition)
 	body, elif, last := s.clone(), s.clone(), s.clone()

@@ -169,7 +169,7 @@ func (in *interpreter) executeFor(n *forLoop) control {
 
 	loop := &loopContext{in: in, of: iterable, iterator: in.iterate(iterable), index0: -1}
 
-	// As in Jinja2, a loop counts as empty if all of its iterations end by continue or break.
+	// As in Jinja2, a loop counts as empty if all of its iterations end with continue or break.
 	ended := false
 	for {
 		v, ok := loop.next()

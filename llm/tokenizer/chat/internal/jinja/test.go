@@ -2,7 +2,7 @@ package jinja
 
 import "slices"
 
-// tests are the names of Jinja2's tests.
+// tests holds the names of Jinja2's tests.
 var tests = []string{"odd", "even", "divisibleby", "defined", "undefined", "filter", "test", "none",
 	"boolean", "false", "true", "integer", "float", "lower", "upper", "string", "mapping", "number",
 	"sequence", "iterable", "callable", "sameas", "escaped", "in", "==", "eq", "equalto", "!=", "ne",
@@ -104,8 +104,8 @@ func isSequence(v value) bool {
 	return false
 }
 
-// same reports whether two values are the same object. Python decides that for strings, numbers and
-// other values that are equal but made separately by rules that vary between versions.
+// same reports whether two values are the same object. For equal strings, numbers and other values
+// that were created separately, the answer in Python depends on the version.
 func (in *interpreter) same(a, b value) bool {
 	single := func(v value) bool {
 		_, isBool := v.(bool)

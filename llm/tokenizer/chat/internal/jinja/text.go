@@ -51,7 +51,7 @@ func splitLines(s string, keepEnds bool) []string {
 	return lines
 }
 
-// upper returns a text in upper case, where a character can become several.
+// upper returns a text in upper case, in which one character can become several.
 func upper(s string) string {
 	if isASCII(s) {
 		return strings.ToUpper(s)
@@ -206,7 +206,7 @@ func isDigit(r rune) bool {
 	return false
 }
 
-// all reports whether a text is not empty and a condition holds for each of its characters.
+// all reports whether a text is not empty and all its characters satisfy a condition.
 func all(s string, is func(rune) bool) bool {
 	return s != "" && strings.IndexFunc(s, func(r rune) bool { return !is(r) }) < 0
 }

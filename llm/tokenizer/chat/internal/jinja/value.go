@@ -14,14 +14,14 @@ import (
 type value any
 
 type (
-	// markup is a string that the filters safe and escape return.
+	// markup is a string returned by the filters safe and escape.
 	markup string
 
 	list  struct{ items []value }
 	tuple struct {
 		items []value
 
-		// group is set for the pairs that groupby returns, which have named items.
+		// group is set for the pairs returned by groupby, whose items are named.
 		group bool
 	}
 
@@ -63,8 +63,8 @@ type (
 		used      bool
 	}
 
-	// A templateReference is the variable self, through which Jinja2 gives access to blocks. There
-	// are none.
+	// A templateReference is the variable self, through which Jinja2 gives access to blocks. This
+	// package has no blocks.
 	templateReference struct{}
 
 	missingType struct{}
@@ -144,7 +144,7 @@ func (d *dict) clone() *dict {
 	return c
 }
 
-// Hashes of keys that are not comparable as they are.
+// Hashes of keys that are not directly comparable.
 type (
 	noneHash      struct{}
 	undefinedHash struct{}
@@ -169,7 +169,8 @@ func hash(v value) any {
 	return h
 }
 
-// hashWithin returns the hash of a value, and whether it has one. budget limits the number of elements.
+// hashWithin returns the hash of a value, and whether it is hashable. budget limits the number of
+// elements.
 func hashWithin(v value, budget *int) (any, bool) {
 	if *budget--; *budget < 0 {
 		fail("a key has more than %d elements", maxValue/16)
@@ -280,7 +281,7 @@ func isTrue(v value) bool {
 	return true
 }
 
-// length returns the number of elements of a value, and whether it has one.
+// length returns the number of elements of a value, and whether it has a length.
 func length(v value) (int, bool) {
 	switch v := v.(type) {
 	case string:
