@@ -306,20 +306,38 @@ func (o *finetuneOptions) report(ctx context.Context, e *chatdata.Encoder) (*cha
 			"it the chosen answers as completions", o.data)
 	}
 
-	const listed = 10
 	if n := len(report.Problems); n > 0 {
-		var text strings.Builder
-		for _, p := range report.Problems[:min(n, listed)] {
-			fmt.Fprintf(&text, "\n  %v", p)
-		}
-		if n > listed {
-			fmt.Fprintf(&text, "\n  and %d more", n-listed)
-		}
 		return nil, fmt.Errorf("%s has %s, and nothing was trained:%s\n%q shows all of them", o.data,
-			plural(n, "problem"), &text, fmt.Sprintf("kasmina data check %s --model %s", o.data, o.model))
+			plural(n, "problem"), summaryOf(report.Problems),
+			fmt.Sprintf("kasmina data check %s --model %s", o.data, o.model))
 	}
 
 	return report, nil
+}
+
+// summaryOf lists problems, one to a line, but repeats none that several lines of the file share.
+func summaryOf(problems []*chatdata.Problem) string {
+	const listed = 10
+	repeated := map[string]int{}
+	var first []*chatdata.Problem
+	for _, p := range problems {
+		if repeated[p.What]++; repeated[p.What] == 1 {
+			first = append(first, p)
+		}
+	}
+
+	var text strings.Builder
+	for _, p := range first[:min(len(first), listed)] {
+		fmt.Fprintf(&text, "\n  %v", p)
+		if more := repeated[p.What] - 1; more > 0 {
+			fmt.Fprintf(&text, " (the same on %s)", plural(more, "more line"))
+		}
+	}
+	if more := len(first) - listed; more > 0 {
+		fmt.Fprintf(&text, "\n  and %s of other kinds", plural(more, "problem"))
+	}
+
+	return text.String()
 }
 
 // divide holds out a share of the examples, chosen at random. It returns their lines.

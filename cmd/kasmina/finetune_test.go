@@ -15,6 +15,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/failpoint"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/chatdata"
 	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
@@ -221,4 +222,19 @@ func TestFinetunePrints(t *testing.T) {
 		"saved     the adapters in"} {
 		require.Contains(t, told, want)
 	}
+}
+
+// TestSummaryOf checks that problems that several lines share are listed once.
+func TestSummaryOf(t *testing.T) {
+	var all []*chatdata.Problem
+	for line := range 30 {
+		all = append(all, &chatdata.Problem{File: "x", Line: line + 1, What: "the prompt has no answer"})
+	}
+	all = append(all, &chatdata.Problem{File: "x", Line: 31, What: "the line is not valid"})
+	require.Equal(t, "\n  x:1: the prompt has no answer (the same on 29 more lines)\n  x:31: the line is not valid",
+		summaryOf(all))
+	for line := range 30 {
+		all = append(all, &chatdata.Problem{File: "x", Line: line + 40, What: fmt.Sprint("problem ", line)})
+	}
+	require.Contains(t, summaryOf(all), "problem 7\n  and 22 problems of other kinds")
 }
