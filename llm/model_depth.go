@@ -1,6 +1,6 @@
 package llm
 
-// become gives a model a new layout and the parameters that belong to it.
+// become gives a model a new layout with its parameters.
 func become(m *Model, l layout, params []Param) {
 	m.Config, m.Planted = l.Config, l.Planted
 	m.Params, m.byName = params, make(map[string]int, len(params))

@@ -127,14 +127,14 @@ func Ops() []Op {
 	return all
 }
 
-// Time times an op of [Ops] at a shape, on random numbers of a type. Nothing else should run on the
-// computer.
+// Time times an op of [Ops] for a shape, on random numbers of a type. Nothing else should run on the
+// computer at the same time.
 //
-// The first figure belongs to the CPU with the variants that it chooses by itself. Figures of its other
-// variants, of the GPU and of Gorgonia's ops follow. A peer that cannot compute the op has a figure with
-// an Err.
+// The first figure is that of the CPU with the variants it chooses by itself, followed by those of
+// its other variants, of the GPU and of Gorgonia's ops. If an implementation cannot compute the op,
+// its figure contains an Err.
 //
-// Time returns an error for an unknown op or type, an impossible shape, and an invalid option. The rules
+// Time returns an error for an unknown op or type, an invalid shape, or an invalid option. The rules
 // in KASMINA_VARIANTS apply here as well.
 func Time(op string, shape []int, dtype Dtype, opts ...Option) (figures []Figure, err error) {
 	defer func() {
@@ -166,7 +166,7 @@ func Time(op string, shape []int, dtype Dtype, opts ...Option) (figures []Figure
 	return b.figures, nil
 }
 
-// bench is an op at a shape, with the measurements so far.
+// bench holds an op, a shape and the measurements so far.
 type bench struct {
 	config
 	op      *opcase.Op
@@ -236,8 +236,8 @@ func (b *bench) floats() tensor.Dtype {
 	return tensor.Float32
 }
 
-// measure adds a peer's figures: first with the variants that the peer chooses, then with every other
-// variant.
+// measure adds the figures of a peer, which is one of the compared implementations: first with the
+// variants it chooses, then with every other variant.
 func (b *bench) measure(p peer) {
 	usual, choices := b.figure(p, nil)
 	if usual.Peer == "" {
@@ -262,8 +262,8 @@ func exactPattern(name string) string {
 	return strings.NewReplacer(`\`, `\\`, "*", `\*`, "?", `\?`, "[", `\[`).Replace(name)
 }
 
-// figure measures a peer under rules and returns the choices that it made. A figure without a Peer means
-// that the peer does not take part.
+// figure measures a peer under rules and returns the choices it made. A figure without a Peer means
+// that the peer does not participate.
 func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choice) {
 	f.Peer, f.Err = p(b)
 	if f.Peer == "" || f.Err != nil {
@@ -356,7 +356,7 @@ func numbers(v gorgonia.Value) []float64 {
 	return nil
 }
 
-// Table formats figures for people, one line each.
+// Table formats figures for display, one line each.
 func Table(figures []Figure) string {
 	var s strings.Builder
 	fmt.Fprintf(&s, "%-9s %12s %12s %8s %9s %9s  %s\n", "peer", "forward us", "training us", "GB/s",

@@ -13,11 +13,11 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// Names of peers.
+// Names of peers, which are the compared implementations.
 const cpuPeer, gpuPeer, tapePeer = "cpu", "cuda", "gorgonia"
 
-// peer returns the name of an implementation, or "" if it does not take part, and an error if it does not
-// support the bench's type.
+// peer returns the name of an implementation, or "" if it does not participate, and an error if it
+// does not support the bench's type.
 type peer func(b *bench) (name string, err error)
 
 func onCPU(b *bench) (string, error) {
@@ -41,7 +41,7 @@ func onCPU(b *bench) (string, error) {
 	return cpuPeer, fmt.Errorf("a CPU does not support %s", b.dtype)
 }
 
-// precisions maps the types that a GPU supports to precisions.
+// precisions maps the types supported by GPUs to precisions.
 var precisions = map[Dtype]cudaops.Precision{Float32: cudaops.Float32, BFloat16: cudaops.BFloat16,
 	Float16: cudaops.Float16, Float8: cudaops.Float8}
 
@@ -98,7 +98,7 @@ func (b *bench) timed(peer string, g *graph,
 // leastRuns is the minimum number of timed runs of a pass.
 const leastRuns = 5
 
-// wallClock returns the median wall-clock time of a run. The first run does not count.
+// wallClock returns the median wall-clock time of a run, ignoring the first one.
 func (b *bench) wallClock(run func() error) (time.Duration, error) {
 	var times []time.Duration
 	for begin := time.Now(); len(times) <= leastRuns || time.Since(begin) < b.span; {

@@ -12,12 +12,12 @@ import (
 //	m ← β1·m + (1−β1)·g,   v ← β2·v + (1−β2)·g²
 //	p ← (1 − lr·decay)·p − lr · m/(1−β1ᵗ) / (sqrt(v/(1−β2ᵗ)) + ε)
 //
-// t counts the steps of each parameter separately, so that a parameter that joins later is corrected for
-// its own short history.
+// t counts the steps of each parameter separately, so that a parameter added later is corrected for
+// its own, shorter history.
 //
-// A gradient beyond ±2⁶³ counts as ±2⁶³, and in float64 beyond ±2⁵¹¹ as ±2⁵¹¹. A larger one would make v
-// infinite for good, as happens in PyTorch, where the element then silently stops moving. (Loshchilov and
-// Hutter, "Decoupled Weight Decay Regularization", 2019.)
+// Gradients are limited to ±2⁶³, or ±2⁵¹¹ in float64. A larger one would make v infinite permanently,
+// as happens in PyTorch, where the element then silently stops changing. (Loshchilov and Hutter,
+// "Decoupled Weight Decay Regularization", 2019.)
 type AdamW struct {
 	common
 	*updater
@@ -51,7 +51,7 @@ func chooseAdamW(lr float64, opts []Option) (Partial, error) {
 	return NewAdamW(append(own, optionsOf[AdamWOption](opts)...)...)
 }
 
-// SetLR sets the learning rate of the next steps.
+// SetLR sets the learning rate of subsequent steps.
 func (a *AdamW) SetLR(lr float64) error {
 	if err := notNegative("SetLR", lr); err != nil {
 		return fmt.Errorf("optim.AdamW: %w", err)

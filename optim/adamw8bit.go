@@ -10,24 +10,24 @@ import (
 )
 
 // AdamW8bit is [AdamW] with 8-bit moments, which take a quarter of the memory of float32. They are
-// stored as in bitsandbytes: each block of 256 elements has a scale, its largest magnitude, and
-// each element is one of 256 numbers relative to the scale. The parameter is updated by the new
-// moments before they are rounded.
+// stored as in bitsandbytes: the scale of each block of 256 elements is its largest magnitude, and
+// each element is one of 256 numbers relative to that scale. Parameters are updated with the new
+// moments before these are rounded.
 //
-// Small parameters ([WithMin8bitSize]) and parameters that [WithFloatMomentsFor] selects keep moments of
-// floats. The default selects embeddings: in a step most of their rows have no gradient, and a few have a
-// large one.
+// Small parameters ([WithMin8bitSize]) and those selected by [WithFloatMomentsFor] keep
+// floating-point moments. By default these are embeddings, since in any step most of their rows
+// receive no gradient and a few receive a large one.
 //
-// There are two differences from bitsandbytes. The parameter decays before its update instead of after
-// it, as with AdamW. And if the rounded second moment and the gradient are both 0, the first moment
-// counts as 0 too, since dividing it by ε could be a step of any size. (Dettmers et al., "8-bit
-// Optimizers via Block-wise Quantization", 2022.)
+// There are two differences from bitsandbytes. As in AdamW, the parameter decays before its update
+// rather than after it. And if the rounded second moment and the gradient are both 0, the first
+// moment counts as 0 too, since dividing it by ε could result in an arbitrarily large step. (Dettmers
+// et al., "8-bit Optimizers via Block-wise Quantization", 2022.)
 type AdamW8bit struct {
 	common
 	*updater
-	floats *AdamW // rules for the parameters with moments of floats
+	floats *AdamW // rules for the parameters with floating-point moments
 	match  Match
-	least  int // least number of elements for 8-bit moments
+	least  int // minimum number of elements for 8-bit moments
 }
 
 var _ Partial = (*AdamW8bit)(nil)
@@ -43,8 +43,8 @@ type adamW8bitOption func(*AdamW8bit) error
 
 func (f adamW8bitOption) adamW8bit(a *AdamW8bit) error { return f(a) }
 
-// WithFloatMomentsFor selects parameters with moments of floats, in addition to small ones. Default
-// NameContains("embed").
+// WithFloatMomentsFor selects the parameters that keep floating-point moments, in addition to small
+// ones. The default is NameContains("embed").
 func WithFloatMomentsFor(match Match) AdamW8bitOption {
 	return adamW8bitOption(func(a *AdamW8bit) error {
 		a.match = match
@@ -56,8 +56,8 @@ func WithFloatMomentsFor(match Match) AdamW8bitOption {
 	})
 }
 
-// WithMin8bitSize sets the least number of elements of a parameter with 8-bit moments, at least 1.
-// Default 4096.
+// WithMin8bitSize sets the minimum number of elements of a parameter with 8-bit moments, which must
+// be at least 1. The default is 4096.
 func WithMin8bitSize(n int) AdamW8bitOption {
 	return adamW8bitOption(func(a *AdamW8bit) error {
 		a.least = n
@@ -107,7 +107,7 @@ func chooseAdamW8bit(lr float64, opts []Option) (Partial, error) {
 	return NewAdamW8bit(append(own, optionsOf[AdamW8bitOption](opts)...)...)
 }
 
-// SetLR sets the learning rate of the next steps.
+// SetLR sets the learning rate of subsequent steps.
 func (a *AdamW8bit) SetLR(lr float64) error {
 	if a.floats == nil {
 		return fmt.Errorf("optim.AdamW8bit: SetLR: %w", errZero)

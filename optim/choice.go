@@ -6,7 +6,7 @@ import (
 	"strings"
 )
 
-// Choice is an optimizer that programs offer by name, for example on a command line.
+// Choice is an optimizer that programs offer by name, for example on the command line.
 type Choice struct {
 	Name string
 
@@ -16,8 +16,8 @@ type Choice struct {
 	build func(lr float64, opts []Option) (Partial, error)
 }
 
-// choices lists the optimizers with names, the default first. Adding an optimizer here makes all
-// programs offer it.
+// choices lists the named optimizers, starting with the default. All programs offer every optimizer
+// added here.
 var choices = []Choice{
 	{"adamw", 1, chooseAdamW},
 	{"muon", 1 / muonRestShare, chooseMuon},
@@ -37,7 +37,7 @@ func ChoiceNames() []string {
 	return names
 }
 
-// ByName returns the choice with that name. The error lists the names that exist.
+// ByName returns the choice with the given name. The error lists all existing names.
 func ByName(name string) (Choice, error) {
 	i := slices.IndexFunc(choices, func(c Choice) bool { return c.Name == name })
 	if i < 0 {
@@ -47,9 +47,9 @@ func ByName(name string) (Choice, error) {
 	return choices[i], nil
 }
 
-// New returns the optimizer with settings that suit language models: betas of 0.9 and 0.95 and a weight
-// decay of 0.1, unless the optimizer customarily uses different ones. The peak learning rate lr is the
-// optimizer's own, not AdamW's. Options override the settings.
+// New returns the optimizer with settings that suit language models, which are betas of 0.9 and 0.95
+// and a weight decay of 0.1 unless the optimizer customarily uses others. The peak learning rate lr
+// is the optimizer's own, not AdamW's. Options override the settings.
 func (c Choice) New(lr float64, opts ...Option) (Partial, error) {
 	if c.build == nil {
 		return nil, fmt.Errorf("optim: the choice is a zero value: ByName returns choices")

@@ -6,14 +6,14 @@ import (
 	"strings"
 )
 
-// Match chooses parameters by name and shape.
+// Match selects parameters by name and shape.
 type Match func(name string, shape []int) bool
 
 // Vectors matches parameters with fewer than two dimensions, such as the weights of norms and
 // biases.
 func Vectors(_ string, shape []int) bool { return len(shape) < 2 }
 
-// NameContains matches parameters with any of the parts in their names.
+// NameContains matches parameters whose names contain any of the parts.
 func NameContains(parts ...string) Match {
 	return func(name string, _ []int) bool {
 		for _, p := range parts {
@@ -79,7 +79,7 @@ func newGroup(match Match, opts []GroupOption) (group, error) {
 	return g, nil
 }
 
-// common holds the settings that all optimizers have.
+// common holds the settings shared by all optimizers.
 type common struct {
 	lr     float64
 	base   hyper
@@ -89,8 +89,8 @@ type common struct {
 // LR returns the learning rate of the next step.
 func (c *common) LR() float64 { return c.lr }
 
-// resolve returns the settings of a parameter: the base settings, without decay for vectors, as
-// changed by the first group that matches.
+// resolve returns the settings of a parameter, which are the base settings, without decay for
+// vectors, as modified by the first matching group.
 func (c *common) resolve(name string, shape []int) hyper {
 	base := c.base
 	if Vectors(name, shape) {

@@ -14,13 +14,13 @@ import (
 //	p ← (1 − lr·decay)·p − lr·sign(c)
 //	m ← β2·m + (1−β2)·g
 //
-// Lion keeps one moment, half as much memory as [AdamW] needs. Its updates are larger than AdamW's, so it
-// needs a learning rate that is 3 to 10 times smaller, and a weight decay that is larger by the same
-// factor. Since any sign moves an element by the full distance, Lion suits large batches, where gradients
-// have little noise.
+// Lion keeps a single moment, so it needs half as much memory as [AdamW]. Its updates are larger than
+// AdamW's, so the learning rate should be 3 to 10 times smaller, and the weight decay larger by the
+// same factor. Since any sign moves an element by the full distance, Lion suits large batches, whose
+// gradients are less noisy.
 //
-// A gradient beyond a quarter of the largest number counts as that, so that m stays finite. (Chen et
-// al., "Symbolic Discovery of Optimization Algorithms", 2023.)
+// Gradients are limited to a quarter of the largest number in magnitude, so that m stays finite.
+// (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023.)
 type Lion struct {
 	common
 	*updater
@@ -52,14 +52,14 @@ func NewLion(opts ...LionOption) (*Lion, error) {
 	return l, nil
 }
 
-// chooseLion returns the Lion of [Choice.New]. The betas are the paper's for language models. The decay
-// balances the learning rate, which is a fifth of AdamW's.
+// chooseLion returns the Lion of [Choice.New]. The betas are the paper's for language models. The
+// decay compensates for the learning rate, which is a fifth of AdamW's.
 func chooseLion(lr float64, opts []Option) (Partial, error) {
 	own := []LionOption{WithLR(lr), WithBetas(0.95, 0.98), WithWeightDecay(0.5)}
 	return NewLion(append(own, optionsOf[LionOption](opts)...)...)
 }
 
-// SetLR sets the learning rate of the next steps.
+// SetLR sets the learning rate of subsequent steps.
 func (l *Lion) SetLR(lr float64) error {
 	if err := notNegative("SetLR", lr); err != nil {
 		return fmt.Errorf("optim.Lion: %w", err)

@@ -12,19 +12,19 @@ import (
 // Moment is an array that a kernel keeps for a parameter from step to step.
 //
 // Most moments have the parameter's shape and type, which is float32 on a GPU. A moment may also be
-// stored with eight bits per element. Its elements are then codes for numbers relative to the scale
-// of their block, and the scales are another moment.
+// stored in eight bits per element. Its elements are then codes for numbers relative to the scale of
+// their block, and the scales form another moment.
 type Moment struct {
 	Name string // in checkpoints, after the parameter's name and a dot
 	Mean Mean
 
-	// Codes is nil for a moment of floats. Otherwise the elements are of type uint8, and code c
+	// Codes is nil for a floating-point moment. Otherwise the elements are of type uint8, and code c
 	// represents Codes[c] times the scale of the block. One code must represent 0.
 	Codes *[256]float32
 	Scale string // name of the moment with the scales of the codes
 
 	// Block is the number of consecutive elements of the parameter that share an element of the
-	// moment; 0 means 1. It divides [PartGrain], so that no block belongs to two parts.
+	// moment; 0 means 1. It must divide [PartGrain], so that no block belongs to two parts.
 	Block int
 }
 
@@ -39,7 +39,7 @@ const (
 	IsScale          // scales of another moment; never negative
 )
 
-// Len returns the number of elements that the moment has for n elements of a parameter.
+// Len returns the number of elements of the moment for n elements of a parameter.
 func (m Moment) Len(n int) int {
 	block := max(1, m.Block)
 	return (n + block - 1) / block
@@ -72,8 +72,8 @@ func (m Moment) Zero() byte {
 	return byte(slices.Index(m.Codes[:], 0))
 }
 
-// Forget clears the elements from ≤ i < to of the parameter in data, which has the moment's
-// elements. Scales stay, since other elements of their blocks may need them.
+// Forget clears the elements from ≤ i < to of the parameter in data, which holds the moment's
+// elements. Scales are kept, since other elements of their blocks may need them.
 func (m Moment) Forget(data any, from, to int) {
 	if m.Block > 1 {
 		return
@@ -92,8 +92,8 @@ func (m Moment) Forget(data any, from, to int) {
 	}
 }
 
-// New returns a moment of zeros for n elements of a parameter. The moment has codes, or else floats of
-// the parameter's type; any type except float64 counts as float32.
+// New returns a moment of zeros for n elements of a parameter. The moment consists of codes or else
+// of floats of the parameter's type, where any type except float64 counts as float32.
 func (m Moment) New(n int, dtype tensor.Dtype) any {
 	n = m.Len(n)
 	switch {
@@ -150,9 +150,9 @@ type Gradients struct {
 	Count   int     // number of gradients
 }
 
-// RememberedGradients returns a summary of the gradients for each parameter in an optimizer's state, in
-// the state's order of parameters. It uses a mean of squares if the parameter's kernel has one, and
-// otherwise a mean of gradients. It omits parameters without either.
+// RememberedGradients returns a summary of the gradients for each parameter in an optimizer's state,
+// in the state's order of parameters. It uses a mean of squares if the parameter's kernel maintains
+// one, and otherwise a mean of gradients. Parameters without either are omitted.
 func RememberedGradients(o Rules, state []Tensor) (all []Gradients) {
 	fields, order := fieldsOf(state)
 	for _, param := range order {
@@ -180,8 +180,8 @@ func RememberedGradients(o Rules, state []Tensor) (all []Gradients) {
 	return all
 }
 
-// gradientMoment returns the moment that describes the size of gradients best. It reports false if the
-// kernel has no suitable moment.
+// gradientMoment returns the moment that best describes the size of gradients. It returns false if
+// the kernel has no suitable moment.
 func (k *Kernel) gradientMoment() (Moment, bool) {
 	if k == nil {
 		return Moment{}, false
@@ -197,7 +197,7 @@ func (k *Kernel) gradientMoment() (Moment, bool) {
 	return Moment{}, false
 }
 
-// values returns the numbers of moment m in a parameter's tensors. It reports false if there are
+// values returns the numbers of moment m in a parameter's tensors. It returns false if there are
 // none, or if their scales are missing.
 func (k *Kernel) values(m Moment, fields map[string]Tensor) (iter.Seq[float64], bool) {
 	switch x := fields[m.Name].Data.(type) {

@@ -16,7 +16,7 @@ type Scale int
 
 const (
 	// SpectralScale is Keller Jordan's scale, sqrt(max(1, rows/cols)). A learning rate then changes
-	// the outputs of layers by about the same amount, whatever their shape.
+	// the outputs of layers by about the same amount, regardless of their shape.
 	SpectralScale Scale = iota
 
 	// RMSScale is 0.2·sqrt(max(rows, cols)). The elements of updates are then about as large as in
@@ -31,12 +31,12 @@ const (
 //	m ← μ·m + (1−μ)·g,   u = (1−μ)·g + μ·m
 //	p ← (1 − lr·decay)·p − lr · scale · NewtonSchulz(u)
 //
-// AdamW updates all other parameters: vectors, embeddings and output layers, where the rows are
-// independent of each other.
+// AdamW updates all other parameters, namely vectors, and embeddings and output layers, whose rows
+// are independent of each other.
 //
-// A weight stored as [out, in] has rows = out. To keep m finite, a gradient is limited to a quarter
-// of the largest number. (Keller Jordan, "Muon: An optimizer for hidden layers in neural networks",
-// 2024.)
+// A weight stored as [out, in] has rows = out. To keep m finite, gradients are limited to a quarter
+// of the largest number in magnitude. (Keller Jordan, "Muon: An optimizer for hidden layers in neural
+// networks", 2024.)
 //
 // [op.NewtonSchulz]: https://pkg.go.dev/github.com/kasmina-go/kasmina/op#NewtonSchulz
 type Muon struct {
@@ -47,7 +47,7 @@ type Muon struct {
 	iterations int
 	scale      Scale
 	match      Match
-	rest       *AdamW  // rules for the parameters that AdamW updates
+	rest       *AdamW  // rules for the parameters updated by AdamW
 	restShare  float64 // AdamW's learning rate as a share of Muon's
 }
 
@@ -86,14 +86,14 @@ func NewMuon(opts ...MuonOption) (*Muon, error) {
 // muonRestShare is the usual learning rate of Muon's AdamW, as a share of Muon's.
 const muonRestShare = 0.15
 
-// chooseMuon returns the Muon of [Choice.New]. Its matrices do not decay.
+// chooseMuon returns the Muon of [Choice.New]. Its matrices are not decayed.
 func chooseMuon(lr float64, opts []Option) (Partial, error) {
 	own := []MuonOption{WithLR(lr), WithAdamW(WithLR(muonRestShare*lr), WithBetas(0.9, 0.95),
 		WithWeightDecay(0.1))}
 	return NewMuon(append(own, optionsOf[MuonOption](opts)...)...)
 }
 
-// SetLR sets the learning rate of the next steps for matrices. AdamW's learning rate changes by the
+// SetLR sets the learning rate of subsequent steps for matrices. AdamW's learning rate changes by the
 // same factor.
 func (m *Muon) SetLR(lr float64) error {
 	if m.rest == nil {

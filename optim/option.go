@@ -32,7 +32,7 @@ func (o Option) apply(c *common) error {
 }
 
 // BetasOption configures optimizers with two decay rates for their moments. The matrices of [NewMuon]
-// have only one.
+// use only one.
 type BetasOption struct{ beta1, beta2 float64 }
 
 func (o BetasOption) adamW(a *AdamW) error { return o.apply(&a.common) }
@@ -68,8 +68,8 @@ func applyAll[O comparable](constructor string, opts []O, apply func(O) error) e
 	return nil
 }
 
-// WithLR sets the learning rate, above 0. For Muon it is the learning rate of matrices; [WithAdamW] sets
-// the rate of all other parameters. The constructors document the default.
+// WithLR sets the learning rate, which must be positive. For Muon, this is the learning rate of
+// matrices; [WithAdamW] sets the rate of all other parameters. The constructors document the default.
 func WithLR(lr float64) Option {
 	return Option{func(c *common) error {
 		c.lr = lr
@@ -78,8 +78,9 @@ func WithLR(lr float64) Option {
 }
 
 // WithWeightDecay sets the decoupled weight decay: each step multiplies a parameter by 1 − lr·decay.
-// Parameters with fewer than two dimensions do not decay unless a group says so. For Muon it is the decay
-// of matrices; [WithAdamW] sets the decay of all other parameters. The constructors document the default.
+// Parameters with fewer than two dimensions do not decay unless a group specifies it. For Muon, this
+// is the decay of matrices; [WithAdamW] sets the decay of all other parameters. The constructors
+// document the default.
 func WithWeightDecay(d float64) Option {
 	return Option{func(c *common) error {
 		c.base.decay = d
@@ -98,11 +99,11 @@ func WithGroup(match Match, opts ...GroupOption) Option {
 	}}
 }
 
-// WithBetas sets the decay rates of the moments, at least 0 and below 1. The constructors document
-// the default.
+// WithBetas sets the decay rates of the moments, which must be at least 0 and less than 1. The
+// constructors document the default.
 func WithBetas(beta1, beta2 float64) BetasOption { return BetasOption{beta1, beta2} }
 
-// WithEps sets the number added to the root of the second moment, above 0. Default 1e-8.
+// WithEps sets the positive number added to the root of the second moment. The default is 1e-8.
 func WithEps(eps float64) EpsOption { return EpsOption{eps} }
 
 // WithMomentum sets the decay rate of Muon's momentum, at least 0 and below 1. Default 0.95.
@@ -121,7 +122,7 @@ func WithNesterov(on bool) MuonOption {
 	})
 }
 
-// WithIterations sets the number of Newton-Schulz steps, at least 1. Default 5.
+// WithIterations sets the number of Newton-Schulz steps, which must be at least 1. The default is 5.
 func WithIterations(n int) MuonOption {
 	return muonOption(func(m *Muon) error {
 		m.iterations = n
@@ -132,7 +133,7 @@ func WithIterations(n int) MuonOption {
 	})
 }
 
-// WithScale selects the scale of orthogonalized updates. Default [SpectralScale].
+// WithScale selects the scale of orthogonalized updates. The default is [SpectralScale].
 func WithScale(s Scale) MuonOption {
 	return muonOption(func(m *Muon) error {
 		m.scale = s
@@ -143,7 +144,7 @@ func WithScale(s Scale) MuonOption {
 	})
 }
 
-// WithAdamWFor selects matrices for AdamW to update. Default NameContains("embed", "head",
+// WithAdamWFor selects matrices for AdamW to update. The default is NameContains("embed", "head",
 // "kasmina").
 func WithAdamWFor(match Match) MuonOption {
 	return muonOption(func(m *Muon) error {
@@ -156,8 +157,8 @@ func WithAdamWFor(match Match) MuonOption {
 	})
 }
 
-// WithAdamW configures the AdamW for all other parameters. Default WithLR(3e-4), WithBetas(0.9,
-// 0.95), WithEps(1e-10), WithWeightDecay(0).
+// WithAdamW configures the AdamW for all other parameters. The default is WithLR(3e-4),
+// WithBetas(0.9, 0.95), WithEps(1e-10), WithWeightDecay(0).
 func WithAdamW(opts ...AdamWOption) MuonOption {
 	return muonOption(func(m *Muon) error {
 		return applyAll("WithAdamW", opts, func(o AdamWOption) error { return o.adamW(m.rest) })

@@ -12,23 +12,24 @@ import (
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
-// PartGrain is the granularity for dividing parameters: the boundaries of parts are multiples of it.
-// Kernels compute each such block of elements separately, so that parts have the bits of the whole.
+// PartGrain is the granularity for dividing parameters, so the boundaries of parts are multiples of
+// it. Kernels compute each such block of elements separately, so that updating parts is bit-identical
+// to updating the whole.
 const PartGrain = cpu.VectorGrain
 
-// Part is the elements From ≤ i < To, in row-major order, of the named parameter.
+// Part consists of the elements From ≤ i < To, in row-major order, of the named parameter.
 type Part struct {
 	Name     string
 	From, To int
 }
 
-// Partial is implemented by optimizers that can update a part of a model, for runs of several processes
-// with a part for each process. All optimizers of this package implement it.
+// Partial is implemented by optimizers that can update a part of a model, for runs in which each of
+// several processes updates one part. All optimizers in this package implement it.
 type Partial interface {
 	Rules
 
-	// StepParts is Step for the given parts only. It counts a step of every parameter of the model,
-	// but neither reads nor changes gradients, values and moments outside the parts.
+	// StepParts is Step for the given parts only. It counts a step for every parameter of the model,
+	// but neither reads nor changes gradients, values or moments outside the parts.
 	//
 	// From is a multiple of [PartGrain], and so is To unless it is the end of the parameter. Parts do
 	// not overlap. If [Kernel.Whole] is set, a part is the whole matrix.
@@ -36,16 +37,17 @@ type Partial interface {
 
 	// Moments returns the moments of a parameter in the order of its kernel's Moments, each as a
 	// []float32, []float64 or []uint8. They are the optimizer's own memory, so that a caller can copy
-	// the parts of other processes into them: see [Moment.Part]. Before the first step there are
-	// none.
+	// the parts of other processes into them; see [Moment.Part]. There are none before the first
+	// step.
 	Moments(name string) []any
 
 	// StateParts returns the step counts of all parameters and a copy of the given parts of the
-	// moments, both in order of names.
+	// moments, both sorted by name.
 	StateParts(parts []Part) (counts []Tensor, moments []Stretch)
 }
 
-// Stretch is a range of elements of a moment, as a flat tensor with the name of the moment in a state.
+// Stretch is a range of consecutive elements of a moment, as a flat tensor with the moment's name in
+// a state.
 type Stretch struct {
 	Tensor
 	From, Of int // the first element, and the number of elements of the whole moment
@@ -158,7 +160,7 @@ func (u *updater) StateParts(parts []Part) (counts []Tensor, moments []Stretch) 
 	return sorted(counts), moments
 }
 
-// sorted puts a state in order of names.
+// sorted sorts a state by name.
 func sorted(state []Tensor) []Tensor {
 	slices.SortFunc(state, func(a, b Tensor) int { return cmp.Compare(a.Name, b.Name) })
 	return state

@@ -20,13 +20,13 @@ type Rule struct {
 	Beta1, Beta2 float64
 	Eps          float64 // AdamW
 
-	ShapeScale float64 // Muon: times the learning rate of the update, but not of the decay
+	ShapeScale float64 // Muon: multiplies the learning rate of the update, but not of the decay
 	Nesterov   bool    // Muon
 	Iterations int     // Muon: Newton-Schulz steps
 }
 
 // Rules is implemented by optimizers that declare how they update each parameter. Machines, ranks,
-// checkpoints and the judges of growth ask for the rule instead of the optimizer's type.
+// checkpoints and the code that judges growth consult the rule rather than the optimizer's type.
 //
 // Step returns [ErrOverflow] if an update makes a parameter NaN or infinite.
 type Rules interface {
@@ -41,11 +41,11 @@ type Kernel struct {
 	// Name identifies the kernel in checkpoints, in errors and to machines that implement it.
 	Name string
 
-	// Moments are the arrays that the kernel keeps for a parameter from step to step, besides the
-	// number of steps.
+	// Moments are the arrays that the kernel keeps for a parameter from step to step, in addition to
+	// the step count.
 	Moments []Moment
 
-	// Whole reports whether the kernel updates whole matrices only. The parameters of other kernels
+	// Whole reports whether the kernel can only update whole matrices. With other kernels, parameters
 	// can be divided among ranks at multiples of [PartGrain].
 	Whole bool
 
@@ -54,12 +54,12 @@ type Kernel struct {
 	float32 func(p, g []float32, moments []any, s step)
 	float64 func(p, g []float64, moments []any, s step)
 
-	// check returns an error for moments that are finite and have the right shape but that no steps can
-	// produce. It may be nil.
+	// check returns an error for moments that are finite and correctly shaped but unreachable by any
+	// steps. It may be nil.
 	check func(r Rule, e *entry) error
 }
 
-// step is the input of a kernel besides the data.
+// step is a kernel's input apart from the data.
 type step struct {
 	Rule
 	lr    float64 // of this parameter
@@ -91,19 +91,19 @@ func (k *Kernel) String() string {
 // MarshalText returns the kernel's name.
 func (k *Kernel) MarshalText() ([]byte, error) { return []byte(k.String()), nil }
 
-// UnmarshalText sets the kernel's name and nothing else. That suffices to compare the rules of two
-// runs, but not to update a parameter.
+// UnmarshalText sets only the kernel's name, which suffices to compare the rules of two runs but not
+// to update a parameter.
 func (k *Kernel) UnmarshalText(text []byte) error {
 	name := string(text)
-	if strconv.Quote(name) != `"`+name+`"` { // error messages may show it in a terminal
+	if strconv.Quote(name) != `"`+name+`"` { // error messages may print it to a terminal
 		return fmt.Errorf("optim: the name of a kernel is %.40q, want letters and digits", name)
 	}
 	*k = Kernel{Name: name}
 	return nil
 }
 
-// UnmarshalJSON reads a rule as encoding/json writes it. Checkpoints from the time of two kernels
-// have a boolean "Muon" instead of the kernel's name.
+// UnmarshalJSON reads a rule as encoding/json writes it. Older checkpoints, from when there were only
+// two kernels, contain a boolean "Muon" instead of the kernel's name.
 func (r *Rule) UnmarshalJSON(text []byte) error {
 	type plain Rule // without this method
 	if err := json.Unmarshal(text, (*plain)(r)); err != nil || r.Kernel != nil {

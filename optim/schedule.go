@@ -11,12 +11,13 @@ type Schedule func(step int) float64
 // Constant returns the schedule that always gives lr.
 func Constant(lr float64) Schedule { return func(int) float64 { return lr } }
 
-// Warmup returns the schedule that rises linearly to peak over the first steps, and stays there:
+// Warmup returns the schedule that rises linearly to peak over the first steps and then stays
+// constant:
 //
 //	peak·(step+1)/(steps+1)   step < steps
 //	peak                      step ≥ steps
 //
-// It needs a peak above 0 and steps ≥ 0. Use it with an [Annealing] for runs on a budget.
+// It requires peak > 0 and steps ≥ 0. Use it with an [Annealing] for runs on a budget.
 func Warmup(peak float64, steps int) (Schedule, error) {
 	switch {
 	case !(peak > 0) || math.IsInf(peak, 0):
@@ -33,12 +34,13 @@ func Warmup(peak float64, steps int) (Schedule, error) {
 	}, nil
 }
 
-// Annealing returns the factor of the learning rate at a share, from 0 to 1, of a run's budget. It suits
-// runs with a growing model, which know this share but not the number of steps left.
+// Annealing returns the factor of the learning rate at a share, from 0 to 1, of a run's budget. It
+// suits runs with a growing model, in which this share is known but the number of remaining steps is
+// not.
 type Annealing func(share float64) float64
 
-// CosineAnnealing returns an annealing that falls from 1 along half a cosine to floor, a number from 0 to
-// 1:
+// CosineAnnealing returns an annealing that decays from 1 to floor, a number from 0 to 1, along half
+// a cosine:
 //
 //	floor + (1−floor)·(1 + cos(π·share))/2
 func CosineAnnealing(floor float64) (Annealing, error) {
@@ -51,13 +53,13 @@ func CosineAnnealing(floor float64) (Annealing, error) {
 	}, nil
 }
 
-// LinearAnnealing returns an annealing that falls in a straight line from 1 to floor, a number from 0 to
-// 1. The factor stays 1 up to the share start, from 0 to less than 1:
+// LinearAnnealing returns an annealing that decays linearly from 1 to floor, a number from 0 to 1.
+// The factor stays 1 up to the share start, which is at least 0 and less than 1:
 //
 //	1                                              share < start
 //	1 − (1−floor)·(share − start)/(1 − start)      share ≥ start
 //
-// With start above 0 it is the warmup-stable-decay schedule (Hu et al., "MiniCPM: Unveiling the
+// With start above 0, it is the warmup-stable-decay schedule (Hu et al., "MiniCPM: Unveiling the
 // Potential of Small Language Models with Scalable Training Strategies", 2024).
 func LinearAnnealing(start, floor float64) (Annealing, error) {
 	switch {
@@ -76,13 +78,13 @@ func LinearAnnealing(start, floor float64) (Annealing, error) {
 }
 
 // WarmupCosine returns a schedule that rises linearly to peak over the first warmup steps. It then
-// falls along half a cosine to floor at step total, where it stays:
+// decays along half a cosine to floor at step total, and stays there:
 //
 //	peak·(step+1)/(warmup+1)                                                  step < warmup
 //	floor + (peak−floor)·(1 + cos(π·(step−warmup)/(total−warmup)))/2          warmup ≤ step < total
 //	floor                                                                     step ≥ total
 //
-// It needs 0 ≤ floor ≤ peak, peak > 0 and 0 ≤ warmup < total. (Loshchilov and Hutter, "SGDR:
+// It requires 0 ≤ floor ≤ peak, peak > 0 and 0 ≤ warmup < total. (Loshchilov and Hutter, "SGDR:
 // Stochastic Gradient Descent with Warm Restarts", 2017, with a single period.)
 func WarmupCosine(peak, floor float64, warmup, total int) (Schedule, error) {
 	switch {

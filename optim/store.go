@@ -20,15 +20,16 @@ import (
 // stepField is the suffix of the tensor that counts a parameter's steps.
 const stepField = "step"
 
-// maxSteps is the largest step count. Bias correction uses float64, which has all whole numbers up
-// to this one. At a step per nanosecond, reaching it takes more than 100 days.
+// maxSteps is the maximum step count. Bias correction uses float64, which represents all integers up
+// to this one. At one step per nanosecond, reaching it takes more than 100 days.
 const maxSteps = min(1<<53, math.MaxInt-1)
 
-// ErrOverflow is wrapped by the error of a step if its update made a parameter NaN or infinite. Unlike
-// after other errors, parameters and optimizer state have changed: continue from a checkpoint.
+// ErrOverflow is wrapped by the error of a step if its update made a parameter NaN or infinite.
+// Unlike after other errors, parameters and optimizer state have changed, so continue from a
+// checkpoint.
 var ErrOverflow = errors.New("the update overflowed")
 
-// entry is the state of one parameter. Before the parameter's first step it has no moments.
+// entry is the state of one parameter. Before the parameter's first step, there are no moments.
 type entry struct {
 	shape   []int
 	dtype   tensor.Dtype
@@ -64,7 +65,7 @@ func nonFinite(data any) int {
 	return -1
 }
 
-// declarations returns an empty entry for each parameter of a model, by name. Parameters need no
+// declarations returns an empty entry for each parameter of a model, by name. Parameters do not need
 // gradients yet.
 func declarations(model []gorgonia.ValueGrad) (map[string]*entry, error) {
 	decls := make(map[string]*entry, len(model))
@@ -114,10 +115,10 @@ func fieldsOf(state []Tensor) (fields map[string]map[string]Tensor, order []stri
 	return fields, order
 }
 
-// widest returns the shape of the largest moment among a parameter's tensors. It is the parameter's
-// shape, since every kernel has a moment of that shape and none that is larger.
+// widest returns the shape of the largest moment among a parameter's tensors. This is the parameter's
+// shape, since every kernel keeps a moment of that shape and none that is larger.
 func widest(fields map[string]Tensor) (shape []int) {
-	most := -2 // a shape that no tensor has counts as −1
+	most := -2 // an impossible shape counts as −1
 	for _, field := range slices.Sorted(maps.Keys(fields)) {
 		if n := elements(fields[field].Shape); field != stepField && n > most {
 			shape, most = fields[field].Shape, n
@@ -126,8 +127,8 @@ func widest(fields map[string]Tensor) (shape []int) {
 	return shape
 }
 
-// parse returns the entries of a state. Each entry must be complete: a step count, and the moments
-// of the parameter's kernel with fitting shapes and types.
+// parse returns the entries of a state. Each entry must be complete, with a step count and all
+// moments of the parameter's kernel in the right shapes and types.
 func (u *updater) parse(state []Tensor) (map[string]*entry, error) {
 	seen := map[string]bool{}
 	for _, t := range state {
@@ -274,7 +275,7 @@ func elements(shape []int) int {
 	return n
 }
 
-// shortened returns data in a form that is short enough for messages.
+// shortened returns data in a form short enough for messages.
 func shortened(data any) any {
 	if v := reflect.ValueOf(data); v.Kind() == reflect.Slice && v.Len() > 8 {
 		return fmt.Sprintf("a %T of %d elements", data, v.Len())

@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/params"
 )
 
-// updater is an optimizer without its rules. It applies the rules to parameters and keeps the state of
-// each parameter by name.
+// updater is the part of an optimizer that does not depend on its rules. It applies the rules to
+// parameters and keeps each parameter's state by name.
 type updater struct {
 	name string // of the optimizer, in errors
 
@@ -77,7 +77,8 @@ func (u *updater) Declare(model []gorgonia.ValueGrad) error {
 // Step updates every parameter in model from its gradient and sets the gradients to zero.
 //
 // It returns an error, and changes nothing, if a parameter has no name, value or gradient, if its
-// shape has changed, or if its gradient is not finite. The exception is [ErrOverflow].
+// shape has changed, or if its gradient is not finite. The only exception is [ErrOverflow], after
+// which parameters have changed.
 func (u *updater) Step(model []gorgonia.ValueGrad) error {
 	return u.run("Step", func() error {
 		ps, err := u.readModel(model)
@@ -166,7 +167,8 @@ func (u *updater) readModel(model []gorgonia.ValueGrad) ([]params.Param, error) 
 	return ps, nil
 }
 
-// fits returns an error if the optimizer knows a parameter with another type or shape by this name.
+// fits returns an error if the optimizer already knows a parameter of this name with a different type
+// or shape.
 func (u *updater) fits(name string, shape []int, dtype tensor.Dtype) error {
 	e, ok := u.entries[name]
 	if ok && (e.dtype != dtype || !slices.Equal(e.shape, shape)) {
@@ -190,7 +192,7 @@ func (u *updater) allFit(entries map[string]*entry, closed bool) error {
 	return nil
 }
 
-// entry returns the entry of a parameter, complete with moments.
+// entry returns a parameter's entry, including its moments.
 func (u *updater) entry(p params.Param) *entry {
 	e := u.entries[p.Name]
 	if e == nil {
@@ -229,8 +231,8 @@ func (u *updater) Forget(name string, from, to int) error {
 	})
 }
 
-// Drop removes parameters from the state, including their names and shapes. No interface requires the
-// method, but if an optimizer has it, a trainer calls it before a model grows and reuses names with other
+// Drop removes parameters from the state, including their names and shapes. No interface requires
+// this method, but a trainer calls it, if it exists, before a model grows and reuses names with other
 // shapes.
 func (u *updater) Drop(names ...string) {
 	if u == nil {
@@ -283,7 +285,7 @@ func (u *updater) SetState(state []Tensor) error {
 			}
 		}
 
-		// Parameters that are declared but not in the state restart from zero.
+		// Declared parameters missing from the state restart from zero.
 		for name, e := range u.entries {
 			u.entries[name] = &entry{shape: e.shape, dtype: e.dtype}
 		}

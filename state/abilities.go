@@ -3,8 +3,8 @@ package state
 import "github.com/kasmina-go/kasmina/blueprints"
 
 // The interfaces in this file are optional abilities of a [Controller]. A trainer that follows a
-// controller calls every method of these interfaces that the controller has. A controller that wraps
-// other controllers must pass the calls on.
+// controller calls every method of these interfaces that the controller implements. A controller that
+// wraps others must pass the calls on.
 
 // A CheckingController is a [Controller] that can validate its options. A trainer rejects a
 // controller if Check returns an error.
@@ -13,40 +13,40 @@ type CheckingController interface {
 	Check() error
 }
 
-// A CostLearner is a [Controller] that needs the cost of growth in depth. The trainer calls Costs with a
-// function that returns the time of a step after a growth, relative to a step of the present model.
+// A CostLearner is a [Controller] that needs the cost of growth in depth. The trainer calls Costs
+// with a function that returns the time of a step after a growth, relative to a step of the current
+// model.
 type CostLearner interface {
 	Controller
 	Costs(of func(kind blueprints.Kind, size int) float64)
 }
 
-// A SizeLearner is a [Controller] that needs the sizes of blueprints. The trainer calls Parameters with a
-// function that returns the number of parameters of a blueprint for a seed at a weight or in the residual
-// stream, or 0 if the blueprint is not possible there.
+// A SizeLearner is a [Controller] that needs the sizes of blueprints. The trainer calls Parameters
+// with a function that returns the number of parameters of a blueprint for a seed at a weight or in
+// the residual stream, or 0 if the blueprint cannot grow there.
 type SizeLearner interface {
 	Controller
 	Parameters(of func(layer, seed int, kind blueprints.Kind, size int) int)
 }
 
-// An Affording is a [Controller] that limits the cost of the blueprints that it plants. Affords
-// returns an error if no blueprint in these lattices fits the limit, and a trainer then rejects the
-// controller.
+// An Affording is a [Controller] that limits the cost of the blueprints it plants. Affords returns an
+// error if no blueprint in these lattices fits the limit, and a trainer then rejects the controller.
 type Affording interface {
 	Controller
 	Affords(reports []Report) error
 }
 
-// A Planner is a [Controller] that knows how many epochs a blueprint in a lattice takes at least from
-// its germination to its fossilization, if seeds are compared once every so often, in epochs. A
-// trainer rejects the controller if the run has fewer epochs.
+// A Planner is a [Controller] that knows the minimum number of epochs from a blueprint's germination
+// to its fossilization, given the number of epochs between comparisons of seeds. A trainer rejects
+// the controller if the run has fewer epochs.
 type Planner interface {
 	Controller
 	LeastEpochs(l *Lattice, every int) (int, error)
 }
 
-// A GradientListener is a [Controller] that chooses its first blueprints by the gradients of a frozen
-// model. Before the first planting, the trainer calls Heard with a function that returns the largest
-// singular values of the gradient of the weight at which a seed sits.
+// A GradientListener is a [Controller] that chooses its first blueprints according to the gradients
+// of a frozen model. Before the first planting, the trainer calls Heard with a function that returns
+// the largest singular values of the gradient of the weight at which a seed sits.
 type GradientListener interface {
 	Controller
 	Heard(of func(layer, seed int) []float64)

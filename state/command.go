@@ -24,9 +24,9 @@ const (
 	SetAlpha                    // Lattice.SetAlpha to Command.Alpha
 	// Quarantine resets the seed if it does not match its checksum, as Lattice.Quarantine does.
 	Quarantine
-	// Load overwrites the slot of a living seed, which must have Command.Kind, with Command.Params.
+	// Load overwrites the slot of a living seed of kind Command.Kind with Command.Params.
 	Load
-	// Measure replaces the telemetry settings of the whole layer by Command.Telemetry, as
+	// Measure replaces the telemetry settings of the whole layer with Command.Telemetry, as
 	// Lattice.SetTelemetry does. Command.Seed must be 0.
 	Measure
 )
@@ -49,7 +49,7 @@ type Command struct {
 	Alpha   float64            // SetAlpha
 	Kind    blueprints.Kind    // Load
 	Params  SlotParams         // Load: the weights used by the kind, and the scale
-	Why     string             // reason shown to people; may be empty
+	Why     string             // human-readable reason; may be empty
 
 	Telemetry Telemetry // Measure
 }
@@ -94,21 +94,21 @@ func (c Command) String() string {
 // Controller decides what happens to the seeds of a network.
 //
 // After every epoch, Decide receives the reports of all layers and returns commands. The index of a
-// report is the Layer of the commands for its seeds. The commands are carried out in order, and a refused
-// command does not affect the others. By default, a trainer ends the run if a command is refused; see the
-// field Refused of llm.Growth.
+// report is the Layer of the commands for its seeds. The commands are carried out in order, and a
+// rejected command does not affect the others. By default, a trainer stops the run if a command is
+// rejected; see the field Refused of llm.Growth.
 //
 // A controller may also implement [CheckingController], [CostLearner], [SizeLearner], [Affording],
 // [Planner] and [GradientListener].
 //
-// A controller that decides by the reports alone, like the controllers of package control,
-// continues after a restart as if the run had not been interrupted.
+// A controller whose decisions depend only on the reports, like those in package control, continues
+// after a restart as if the run had not been interrupted.
 type Controller interface {
 	Decide([]Report) []Command
 }
 
-// do executes one command and adds its reason to the StageChanged events that it causes. The caller
-// holds the lock.
+// do executes one command and adds its reason to the resulting StageChanged events. The caller holds
+// the lock.
 func (l *Lattice) do(c Command) error {
 	before := len(l.pending)
 	defer func() {
@@ -153,7 +153,7 @@ func (l *Lattice) do(c Command) error {
 }
 
 // checkLoad returns an error unless the slot of a seed may be overwritten with parameters p of a
-// blueprint of the given kind: all living seeds of the slot must have that kind, and none may be
+// blueprint of the given kind. All living seeds of the slot must be of that kind, and none may be
 // fossilized. The caller holds the lock.
 func (l *Lattice) checkLoad(seed int, kind blueprints.Kind, p SlotParams) error {
 	const method = "Load"
@@ -266,7 +266,7 @@ func (j *telemetryJSON) telemetry() (t Telemetry, err error) {
 }
 
 // MarshalJSON encodes the command, writing the action, stage, kind and strategy by name. It returns
-// an error for parameters that are not finite and for a strategy that cannot be stored.
+// an error for non-finite parameters and for strategies that cannot be stored.
 func (c Command) MarshalJSON() ([]byte, error) {
 	j := commandJSON{Action: c.Action.String(), Layer: c.Layer, Seed: c.Seed, Why: c.Why}
 	switch c.Action {

@@ -15,30 +15,30 @@ import (
 	"github.com/kasmina-go/kasmina/state/telemetry"
 )
 
-// Metrics are the figures that the training loop reports about one layer at the end of an epoch.
+// Metrics are the figures reported by the training loop about one layer at the end of an epoch.
 type Metrics struct {
 	Loss  float64       // training loss of the host model; 0 if it was not measured
 	Share float64       // fraction of the run's budget spent so far, from 0 to 1
-	Seeds []SeedMetrics // metrics of the seeds that were measured
+	Seeds []SeedMetrics // metrics of the measured seeds
 }
 
 // SeedMetrics holds the measurements of one seed during an epoch.
 type SeedMetrics struct {
 	Seed int
 	// TrainingError is the error of the seed's own objective; lower is better. For a seed in
-	// Training it is the rise of the model's loss when the blueprint works at full strength (see
-	// [Lattice.Probe]). NaN keeps the previous value.
+	// Training, it is the increase in the model's loss when the blueprint is applied at full strength
+	// (see [Lattice.Probe]). NaN keeps the previous value.
 	TrainingError float64
 	// Parameters holds the blueprint's current weights followed by its scale, or nil if they are
 	// not reported. A [Network] with [Slots] fills them in for seeds that train.
 	Parameters []float64
-	// Unscored means that Performance, Without, Compared and Stability are not set: the seed keeps
+	// Unscored means that Performance, Without, Compared and Stability are not set, so the seed keeps
 	// its last score, which counts as stale.
 	Unscored    bool
 	Performance float64 // score of the model with the seed; higher is better
 	Compared    bool    // whether Without was measured
-	// Without is the score of the model with the seed muted (see [Lattice.Mute]). From then on it
-	// is the baseline against which the seed is judged.
+	// Without is the score of the model with the seed muted (see [Lattice.Mute]). From then on, it is
+	// the baseline against which the seed is judged.
 	Without   float64
 	Stability float64 // 0 to 1; higher means that the performance fluctuates less
 	Trials    int     // evaluations of the seed in this epoch
@@ -46,15 +46,15 @@ type SeedMetrics struct {
 }
 
 // StepEpoch ends an epoch: it records the metrics, increments the epoch counter, and lets the
-// strategy of every seed in Grafting raise its α. It makes no transitions; those are decisions for
-// the caller or a [Controller].
+// strategy of every seed in Grafting raise its α. It makes no transitions, which are left to the
+// caller or a [Controller].
 //
-// It returns the events of the epoch in the order of the seeds, preceded by the Quarantined events
-// of corrupt seeds.
+// It returns the events of the epoch in seed order, preceded by the Quarantined events of corrupt
+// seeds.
 //
-// Invalid metrics are an error wrapping [ErrArgument] or [ErrSeed]. A corrupt seed is an error
-// wrapping [ErrCorrupt], unless the lattice was made [WithQuarantine]; then the seed is reset. On
-// an error, the lattice is unchanged.
+// For invalid metrics, the error wraps [ErrArgument] or [ErrSeed]. For a corrupt seed, it wraps
+// [ErrCorrupt], unless the lattice was created with [WithQuarantine], which resets the seed. After an
+// error, the lattice is unchanged.
 func (l *Lattice) StepEpoch(m Metrics) ([]Event, error) {
 	l.mu.Lock()
 	defer l.unlockAndDeliver()
@@ -243,8 +243,8 @@ func setOnce(v *float32, to float32) {
 	}
 }
 
-// single rounds v to single precision. A value beyond the range of float32 becomes the largest
-// finite value, because a lattice with an infinite figure could not be loaded again.
+// single rounds v to single precision. Values beyond the range of float32 saturate, because a lattice
+// with an infinite figure could not be loaded again.
 func single(v float64) float32 {
 	return float32(max(-math.MaxFloat32, min(v, math.MaxFloat32)))
 }
@@ -360,8 +360,8 @@ func (l *Lattice) advance(i int) (finished bool, failure string) {
 	return done, ""
 }
 
-// callStrategy returns the answer of a strategy, or the reason why the strategy gave no answer. A
-// panic or a NaN counts as no answer, because the epoch must end for all seeds.
+// callStrategy returns a strategy's answer, or the reason why it gave none. A panic or a NaN counts
+// as no answer, because the epoch must end for all seeds.
 func callStrategy(s graft.Strategy, p graft.Progress) (alpha float64, memory [2]float32,
 	done bool, failure string) {
 	defer func() {
@@ -379,7 +379,7 @@ func callStrategy(s graft.Strategy, p graft.Progress) (alpha float64, memory [2]
 // seed in Evaluating, the one to Culled.
 type gates struct{ on, cull bool }
 
-// openGates judges the gates of seed i by the present evidence.
+// openGates judges the gates of seed i by the current evidence.
 func (l *Lattice) openGates(i int) (g gates) {
 	stage := Stage(l.seeds.stage[i])
 	if !l.config.Gates || stage < Training || stage > FineTuning {
@@ -417,7 +417,7 @@ var eventNames = [...]string{GateOpened: "GateOpened", RampFinished: "RampFinish
 // String returns the kind's name.
 func (k EventKind) String() string { return enum.Name(k, "EventKind", eventNames[:]) }
 
-// Event is something that happened to a seed.
+// Event describes a change in a seed's state.
 type Event struct {
 	Kind  EventKind
 	Layer int // always 0 in events of a single lattice
@@ -448,12 +448,12 @@ func (e Event) String() string {
 	return s + fmt.Sprintf("%v: %s", e.Kind, e.Reason)
 }
 
-// Listen registers f to be called with every event until stop is called: the events that StepEpoch
-// returns, and all transitions, whatever caused them.
+// Listen registers f to be called, until stop is called, with the events that StepEpoch returns and
+// with all transitions, whatever caused them.
 //
-// Events arrive in order and never concurrently. f runs on the goroutine of a method that changes
-// the lattice; the method returns only after f has. f may use the lattice. Events that it causes
-// are delivered after it has returned.
+// Events arrive in order and never concurrently. f runs on the goroutine of a method that changes the
+// lattice, and the method returns only after f does. f may use the lattice. Any events it causes are
+// delivered after it returns.
 func (l *Lattice) Listen(f func(Event)) (stop func(), err error) {
 	if f == nil {
 		return nil, fmt.Errorf("state.Listen: %w: f is nil, want a function", ErrArgument)

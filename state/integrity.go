@@ -9,9 +9,8 @@ import (
 )
 
 // Every change of a seed's fields is followed by a new checksum. Code that changes seeds without
-// having verified them first (passes, and the restore of a Mark) carries a mismatch over: it XORs
-// the old syndrome into the new checksum, so that a seed that was corrupt before does not look
-// intact afterwards.
+// verifying them first (passes, and restoring a Mark) preserves a mismatch by XORing the old syndrome
+// into the new checksum, so that a corrupt seed does not look intact afterwards.
 
 // faults returns the seeds that do not match their checksums.
 func (l *Lattice) faults() []columns.Fault {
@@ -36,7 +35,7 @@ func (l *Lattice) seal(lo, hi int) {
 	l.sums.Seal(lo, hi, l.seeds.crc)
 }
 
-// checkIntact returns an error if the seed that a command addresses does not match its checksum.
+// checkIntact returns an error if the seed addressed by a command does not match its checksum.
 func (l *Lattice) checkIntact(method string, seed int) error {
 	if err := faultError(l.sums, l.sums.Faults(seed, seed+1, l.seeds.crc), l.n); err != nil {
 		return fmt.Errorf("state.%s: %w", method, err)
@@ -58,8 +57,8 @@ func (l *Lattice) Verify() error {
 }
 
 // Quarantine resets every seed that does not match its checksum to a new, dormant one and returns a
-// Quarantined event for each. Other seeds are not affected. Use it if corruption must not end a
-// run; see [WithQuarantine].
+// Quarantined event for each. Other seeds are not affected. Use it if corruption must not stop a run;
+// see [WithQuarantine].
 func (l *Lattice) Quarantine() []Event {
 	l.mu.Lock()
 	defer l.unlockAndDeliver()
@@ -83,15 +82,15 @@ func (l *Lattice) quarantine(found []columns.Fault) (events []Event) {
 	return events
 }
 
-// scrubSpan is the number of seeds that a scrub verifies while it holds the lock. Commands and
-// passes wait for that long, a few dozen microseconds.
+// scrubSpan is the number of seeds that a scrub verifies while holding the lock, which makes commands
+// and passes wait for a few dozen microseconds.
 const scrubSpan = 1024
 
-// Scrub verifies all seeds once every period until ctx is done. It holds the lock for a small part
-// of the lattice at a time and changes nothing.
+// Scrub verifies all seeds once every period until ctx is done. It locks the lattice for only a small
+// number of seeds at a time and changes nothing.
 //
-// Whenever it meets corrupt seeds, it calls found, unless that is nil, with the error that
-// [Lattice.Verify] would return. Scrub blocks, so run it on its own goroutine.
+// Whenever it finds corrupt seeds, it calls found, unless nil, with the error that [Lattice.Verify]
+// would return. Scrub blocks, so run it on its own goroutine.
 //
 // It returns nil when ctx is done, and an error at once if ctx is nil or period is not positive.
 func (l *Lattice) Scrub(ctx context.Context, period time.Duration, found func(error)) error {

@@ -1,21 +1,21 @@
-// Package state holds the seeds of Kasmina layers: the stage of each seed, its blueprint and how
-// far that is blended into the model, the telemetry of its part of the activations, and the rules
-// for moving from stage to stage.
+// Package state manages the seeds of Kasmina layers. It holds each seed's stage, its blueprint and
+// how far that is blended into the model, and the telemetry of its part of the activations, and
+// defines the rules for moving from stage to stage.
 //
-// A Kasmina layer cuts the D features of an activation tensor [rows, D] into S chunks of C = D/S
-// features. Seed s owns columns sC to (s+1)C−1. A [Lattice] holds the S seeds of one layer as one
-// array per field. Each seed has a checksum over its fields, which every change renews.
+// A Kasmina layer divides the D features of an activation tensor [rows, D] into S chunks of C = D/S
+// features, so that seed s owns columns sC to (s+1)C−1. A [Lattice] holds the S seeds of one layer as
+// one array per field. Each seed's fields are protected by a checksum, which every change updates.
 //
 // # A seed's life
 //
 // A seed starts [Dormant]. [Lattice.RequestGermination] gives it a blueprint and a slot, that is, a
 // row of the layer's parameters. [Lattice.Transition] then starts its training and later its
 // grafting. [Lattice.StepEpoch], called at the end of every epoch, raises α and reports which gates
-// have opened. The life ends when the blueprint is fossilized, or when it is given up and
+// have opened. The seed's life ends when the blueprint is fossilized, or when it is given up and
 // [Lattice.Recycle] makes the seed dormant again.
 //
-// These are the stages, with the seed's output y for an input chunk x and a blueprint that computes
-// t:
+// The stages are as follows, where y is the seed's output for an input chunk x and t is the
+// blueprint's transform:
 //
 //	stage          y               blueprint learns  next stages
 //	Dormant        x               –                 Germinated
@@ -30,21 +30,20 @@
 //	Cancelled      x               –                 Dormant, by Recycle
 //	RolledBack     x               –                 Dormant, by Recycle
 //
-// Most transitions also have a gate: a minimum number of epochs and conditions on measured figures
-// (see [Thresholds]). [WithoutGates] removes them.
+// Most transitions are also guarded by a gate, which requires a minimum number of epochs and imposes
+// conditions on measured figures (see [Thresholds]). [WithoutGates] removes the gates.
 //
 // # Where to start
 //
-// [NewLattice] makes the lattice that op.Kasmina takes. Printing [Lattice.Report] shows a table of
+// [NewLattice] creates the lattice that op.Kasmina takes. Printing [Lattice.Report] shows a table of
 // the seeds.
 //
-// A [Network] holds the lattices of all layers of a model. Its commands act on several seeds at
-// once, take effect between two steps, and keep the parameters of the slots up to date. A
-// [Controller] decides on commands by the network's reports; package control provides several.
+// A [Network] holds the lattices of all layers of a model. Its commands act on several seeds at once,
+// take effect between two steps, and keep the parameters of the slots up to date. A [Controller]
+// issues commands based on the network's reports; package control provides several.
 //
-// Lattices and networks may be used from any number of goroutines: a controller can send commands
-// while a graph runs. A forward pass copies the state when it starts, so a command takes effect
-// with the next pass.
+// Lattices and networks are safe for concurrent use, so a controller can send commands while a graph
+// runs. A forward pass copies the state when it starts, so a command takes effect in the next pass.
 package state
 
 import (
@@ -74,7 +73,7 @@ var (
 	ErrShape      = errors.New("lattice has a different shape")
 )
 
-// Lattice is the state of all seeds of one Kasmina layer. Make one with [NewLattice] or load one
+// Lattice is the state of all seeds of one Kasmina layer. Create one with [NewLattice] or load one
 // with UnmarshalBinary. The zero value has no seeds.
 type Lattice struct {
 	mu        sync.RWMutex
@@ -92,11 +91,11 @@ type Lattice struct {
 	ring        ring
 	recorder    recorder
 	marked      marked
-	deferred    *Measured     // where passes leave their figures; nil for the lattice itself
+	deferred    *Measured     // where passes record their figures; nil for the lattice itself
 	training    atomic.Uint64 // training step that seeds the α noise of blueprints in graphs
 	ahead       uint64        // batches between the last one recorded and the one being measured
 	timing      timing
-	overrides   map[int]Stage // stages that forward passes see instead of the seeds' own
+	overrides   map[int]Stage // stages seen by forward passes instead of the seeds' own
 	quarantined []Event       // reset while loading; reported at the end of the next epoch
 	pending     []Event       // events queued under the lock
 	outbox      outbox.Outbox[Event]
@@ -106,7 +105,7 @@ type Lattice struct {
 	kept map[int]SlotParams
 }
 
-// config holds the options of a lattice. It is saved with the lattice.
+// config holds a lattice's options, which are saved with it.
 type config struct {
 	Site        blueprints.Site `json:"site,omitempty"`
 	Gates       bool            `json:"gates"`
@@ -127,8 +126,8 @@ const defaultTransitions = 4
 // Option configures a new lattice.
 type Option func(*config) error
 
-// WithoutGates removes the thresholds on epochs, errors and performance, so that the table of
-// transitions is the only rule.
+// WithoutGates removes the thresholds on epochs, errors and performance, so that only the table of
+// transitions restricts a seed's stages.
 func WithoutGates() Option {
 	return func(c *config) error {
 		c.Gates = false
@@ -155,7 +154,7 @@ func WithEmbargo(epochs int) Option {
 }
 
 // WithRenormalization sets the period, in epochs, after which a seed's running statistics are cut
-// back to the weight of one pass. They weigh all passes alike and would otherwise adapt ever more
+// back to the weight of one pass. They weight all passes equally and would otherwise adapt ever more
 // slowly. The default is 16.
 func WithRenormalization(epochs int) Option {
 	return func(c *config) error {
@@ -167,7 +166,7 @@ func WithRenormalization(epochs int) Option {
 // At sets the site of the seeds. The default is [blueprints.Chunk].
 //
 // Seeds at other sites have no slots and no features; the hidden argument of [NewLattice] is their
-// number. In depth, all seeds grow the model's single stack of blocks, one after the other, and the
+// number. In depth, all seeds grow the model's single stack of blocks, one after another, and the
 // default thresholds are [DepthThresholds]. At a weight and in the stream, each seed has its own
 // place and, from Training on, its own parameters.
 func At(site blueprints.Site) Option {
@@ -216,8 +215,8 @@ func WithHistory(reports int) Option {
 	}
 }
 
-// WithTransitions sets how many of its most recent transitions each seed remembers; see
-// [Lattice.Transitions]. The default is 4. Each takes four bytes per seed.
+// WithTransitions sets how many of its most recent transitions each seed remembers, at four bytes
+// each; see [Lattice.Transitions]. The default is 4.
 func WithTransitions(n int) Option {
 	return func(c *config) error {
 		c.Transitions = n
@@ -235,14 +234,14 @@ func WithQuarantine() Option {
 	}
 }
 
-// WithAlphaNoise blends the blueprint of a seed in Grafting with a random α, drawn uniformly
-// between (1 − width)·α and (1 + width)·α and limited to 1, where α is the one set by the strategy.
-// The host then does not come to depend on the blueprint before the verdict. width is from 0 to 1;
-// the default is 0, no noise.
+// WithAlphaNoise blends the blueprint of a seed in Grafting with a random α, drawn uniformly between
+// (1 − width)·α and (1 + width)·α and limited to 1, where α is the one set by the strategy. This
+// keeps the host from becoming dependent on the blueprint before the verdict. width is from 0 to 1;
+// the default is 0, which means no noise.
 //
 // On a chunk, every pass with telemetry draws an α. At a weight and in the stream, where the
-// blueprint is part of the model's graph, every training step does. In depth nothing is drawn,
-// because new blocks take part in full at once.
+// blueprint is part of the model's graph, every training step does. In depth, nothing is drawn,
+// because new blocks participate fully from the start.
 func WithAlphaNoise(width float64) Option {
 	return func(c *config) error {
 		if c.Noise = width; !(width >= 0 && width <= 1) {
@@ -265,9 +264,9 @@ var lattices atomic.Uint64
 // NewLattice returns the state of a layer with the given number of seeds, all dormant, over hidden
 // features.
 //
-// It returns an error wrapping [ErrArgument] unless hidden is a positive multiple of seeds, if an
-// option is invalid, or if the seeds need more memory than the computer has, where that is known
-// (on Linux).
+// It returns an error wrapping [ErrArgument] if hidden is not a positive multiple of seeds, if an
+// option is invalid, or if the seeds need more memory than the computer has, where that is known (on
+// Linux).
 func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 	if seeds < 1 || hidden < 1 || hidden%seeds != 0 {
 		return nil,
@@ -308,7 +307,7 @@ func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 	return l, nil
 }
 
-// install replaces the lattice's contents by img. The caller holds the lock, or the only reference.
+// install replaces the lattice's contents with img. The caller holds the lock, or the only reference.
 func (l *Lattice) install(img *image) {
 	if l.id == 0 {
 		l.id = lattices.Add(1)
@@ -364,8 +363,8 @@ func (l *Lattice) Width() int {
 	return l.config.Width
 }
 
-// Fits returns an error wrapping [blueprints.ErrWidth] that names the seed if a seed has a
-// blueprint that needs more than width weights per slot.
+// Fits returns an error wrapping [blueprints.ErrWidth] that names a seed if its blueprint needs more
+// than width weights per slot.
 func (l *Lattice) Fits(width int) error {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -378,7 +377,7 @@ func (l *Lattice) Fits(width int) error {
 
 // fit returns an error if the blueprint of a seed does not fit slots of the given width.
 func (s *seedState) fit(hidden, width int) error {
-	var fits [math.MaxUint8 + 1]bool // kinds that are known to fit
+	var fits [math.MaxUint8 + 1]bool // kinds known to fit
 	for seed, kind := range s.kind {
 		if s.slot[seed] == 0 || Stage(s.stage[seed]).Ended() || fits[kind] {
 			continue

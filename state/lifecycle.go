@@ -9,10 +9,10 @@ import (
 	"github.com/kasmina-go/kasmina/state/lifecycle"
 )
 
-// GerminationRequest describes the blueprint that a dormant seed is to grow.
+// GerminationRequest describes the blueprint for a dormant seed to grow.
 type GerminationRequest struct {
-	// Slot is the row of the layer's weights and scales that holds the parameters, from 1. Several
-	// seeds may share a slot. At other sites than a chunk it is 0.
+	// Slot is the row of the layer's weights and scales that holds the parameters, counted from 1.
+	// Several seeds may share a slot. At sites other than chunks, it is 0.
 	Slot int
 	Kind blueprints.Kind // kind of blueprint
 	// Size is the size of a blueprint at other sites than a chunk, in the unit that its kind
@@ -23,16 +23,16 @@ type GerminationRequest struct {
 	Strategy graft.Strategy
 }
 
-// defaultStrategy is the strategy of a germination request that has none.
+// defaultStrategy is the strategy of germination requests that specify none.
 var defaultStrategy = graft.FixedRamp{Ramp: graft.Linear, Epochs: 50, Target: 1}
 
 // RequestGermination gives a dormant seed a blueprint and moves it to Germinated. If the seed is
 // not dormant, or the slot, size, kind or strategy is invalid, it returns an error that names the
 // seed and changes nothing.
 //
-// The parameters of the slot are not changed here. If they are all 0 when the layer next runs, they
-// become the identity start of the kind; otherwise, initialize them with blueprints.Identity. A
-// [Network] with [Slots] initializes them itself.
+// RequestGermination does not change the parameters of the slot. If they are all 0 when the layer
+// next runs, they are set to the kind's identity start; otherwise, initialize them with
+// blueprints.Identity. A [Network] with [Slots] does this by itself.
 func (l *Lattice) RequestGermination(seed int, r GerminationRequest) error {
 	l.mu.Lock()
 	defer l.unlockAndDeliver()
@@ -97,7 +97,7 @@ func (l *Lattice) checkBlueprint(r GerminationRequest) (field string, err error)
 
 	size, err := blueprints.Size(r.Kind, l.hidden/l.n, width)
 	if err == nil && l.config.Width > 0 {
-		_, err = blueprints.Parts(r.Kind, l.hidden/l.n, size) // the parts as which files store the parameters
+		_, err = blueprints.Parts(r.Kind, l.hidden/l.n, size) // the arrays in which files store the parameters
 	}
 	return "Kind: ", err
 }
@@ -120,8 +120,8 @@ func (l *Lattice) checkGrowth(r GerminationRequest) (field string, err error) {
 	return "", nil
 }
 
-// intern returns the index of s in the lattice's table of strategies, adding s if it is new. A full
-// table reuses the place of a strategy that no seed has.
+// intern returns the index of s in the lattice's table of strategies, adding s if it is new. If the
+// table is full, it replaces a strategy that no seed uses.
 func (l *Lattice) intern(s graft.Strategy) (uint8, error) {
 	entry, err := graft.NewEntry(s)
 	if err != nil {
@@ -161,9 +161,9 @@ func (l *Lattice) intern(s graft.Strategy) (uint8, error) {
 // It returns an error that names the seed and both stages, and changes nothing, if the table of
 // stages does not allow the transition ([ErrTransition]) or a threshold is not met ([ErrGate]).
 //
-// With gates, only [Lattice.RequestGermination] gives a seed a blueprint. A lattice made
-// [WithoutGates] also allows a transition from Dormant to Germinated: the seed then has slot 0,
-// "none", and passes through all stages with t(x) = x.
+// With gates, only [Lattice.RequestGermination] gives a seed a blueprint. A lattice created with
+// [WithoutGates] also allows a transition from Dormant to Germinated, after which the seed uses slot
+// 0, "none", and passes through all stages with t(x) = x.
 func (l *Lattice) Transition(seed int, to Stage) error {
 	l.mu.Lock()
 	defer l.unlockAndDeliver()
@@ -211,7 +211,7 @@ func (l *Lattice) checkTransition(method string, seed int, to Stage) error {
 }
 
 // growing returns another seed in depth that is grafted but not yet fossilized, or −1. The trainer
-// keeps the model from before a graft for one seed only.
+// keeps the model from before a graft for only one seed.
 func (l *Lattice) growing(seed int) int {
 	if l.config.Site != blueprints.Depth {
 		return -1
@@ -296,17 +296,17 @@ func (l *Lattice) Transitions(seed int) ([]Transition, error) {
 	return all, nil
 }
 
-// Mute hides a seed from forward passes, which treat it as Dormant whatever its stage, or ends
-// that. Muting serves to compare the model with and without the seed. It is not saved and causes no
-// event.
+// Mute hides a seed from forward passes, which then treat it as Dormant whatever its stage, or shows
+// it again. Muting serves to compare the model with and without the seed. It is not saved and causes
+// no event.
 func (l *Lattice) Mute(seed int, muted bool) error { return l.override("Mute", seed, Dormant, muted) }
 
 // Probe makes forward passes treat a seed in Training as if it were FineTuning, with y = t(x), or
-// ends that. Probing serves to measure the effect that the blueprint would have. It is not saved
-// and causes no event. Probing a seed in another stage is an error.
+// stops doing so. Probing serves to measure the effect that the blueprint would have. It is not saved
+// and causes no event. Probing a seed in any other stage is an error.
 func (l *Lattice) Probe(seed int, on bool) error { return l.override("Probe", seed, FineTuning, on) }
 
-// override makes forward passes see a seed in another stage than its own, or ends that.
+// override makes forward passes see a seed in a stage other than its own, or stops doing so.
 func (l *Lattice) override(method string, seed int, as Stage, on bool) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -329,8 +329,8 @@ func (l *Lattice) override(method string, seed int, as Stage, on bool) error {
 	return nil
 }
 
-// Recycle makes a seed dormant again after its blueprint's life is over. It returns an error
-// wrapping [ErrTransition] if the life is not over, or [ErrEmbargo] if it ended too recently.
+// Recycle makes a seed dormant again after its blueprint's life has ended. It returns an error
+// wrapping [ErrTransition] if it has not ended, or [ErrEmbargo] if it ended too recently.
 func (l *Lattice) Recycle(seed int) error {
 	l.mu.Lock()
 	defer l.unlockAndDeliver()
@@ -385,7 +385,7 @@ func (l *Lattice) setAlpha(seed int, alpha float64) error {
 	return nil
 }
 
-// evidence collects the figures that the gates of a seed judge.
+// evidence collects the figures by which a seed's gates judge.
 func (l *Lattice) evidence(seed int) Evidence {
 	s, base := l.seeds, float64(l.seeds.basePerformance[seed])
 	e := Evidence{
@@ -411,8 +411,8 @@ func (l *Lattice) evidence(seed int) Evidence {
 	return e
 }
 
-// learns reports whether a seed's blueprint learns: by its parameters if they were reported,
-// otherwise by the gradient of its chunk.
+// learns reports whether a seed's blueprint learns, judging by its parameters if they were reported,
+// and otherwise by the gradient of its chunk.
 func (l *Lattice) learns(seed int) bool {
 	switch liveness(l.seeds.learning[seed]) {
 	case changing:

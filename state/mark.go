@@ -1,8 +1,9 @@
 package state
 
-// Mark saves what passes measure of the network's seeds and returns a function that restores it, as
-// if later passes had not run. A training step that fails before its update uses it. The ring of
-// reports still contains those passes. A mark is valid until the next call of Mark.
+// Mark saves everything that passes measure on the network's seeds and returns a function that
+// restores it, as if later passes had not run. It serves training steps that fail before their
+// update. The ring of reports still contains those passes. A mark is valid until the next call of
+// Mark.
 func (n *Network) Mark() (restore func()) {
 	for _, l := range n.layers {
 		l.Lattice.mark()
@@ -79,7 +80,7 @@ func (l *Lattice) unmark() {
 
 	l.step = l.marked.step
 
-	// Restoring must not hide corruption: a seed that did not match its checksum before does not
+	// Restoring must not hide corruption, so a seed that did not match its checksum before must not
 	// match it afterwards.
 	found := l.sums.Faults(0, l.n, l.seeds.crc)
 	for _, c := range l.marked.columns {

@@ -21,20 +21,20 @@ import (
 //
 // # Commands
 //
-// [Network.Submit] queues commands until whoever runs the model calls [Network.Apply], which a
-// training loop does between its steps. [Network.Do] carries commands out at once. In both cases the
+// [Network.Submit] queues commands until the code that runs the model calls [Network.Apply], as a
+// training loop does between its steps. [Network.Do] carries out commands at once. In both cases, the
 // commands of one call take effect together, or not at all if any is rejected.
 //
 // Submit, Listen, Report, Arrays, Verify, Scrub, Open and Close may be called from any goroutine at
-// any time. So may Do if the slots have a lock. Apply, StepEpoch, Load and the function that it
-// returns are reserved for whoever runs the model, between passes.
+// any time. The same applies to Do if the slots provide a lock. Apply, StepEpoch, Load and the
+// function it returns are reserved for the code that runs the model, between passes.
 //
 // # Parameters
 //
-// If the network has [Slots], it maintains the parameters in them. Germination sets a slot to the
-// blueprint's identity start, unless another living seed shares the slot. The start of a grafting
-// saves the weights and scale of the slot, and a rollback restores them, again unless another
-// living seed shares the slot.
+// If the network was created with [Slots], it maintains the parameters in them. Germination sets a
+// slot to the blueprint's identity start, unless another living seed shares the slot. The start of a
+// grafting saves the weights and scale of the slot, and a rollback restores them, again unless
+// another living seed shares the slot.
 //
 // Transitions requested from a lattice directly do not change parameters. If such a transition ends
 // a grafting, the saved parameters are discarded.
@@ -56,9 +56,9 @@ type Layer struct {
 // Slots gives a network access to the parameters in the slots of its layers. The network calls its
 // methods only between passes.
 //
-// If Slots also implements [sync.Locker], each call of Do takes that lock before the network's own
-// and thereby waits for the end of a pass that holds it. Callers of Apply and StepEpoch must hold
-// the lock already.
+// If Slots also implements [sync.Locker], each call of Do acquires that lock before the network's own
+// and thereby waits for the end of a pass that holds it. Callers of Apply and StepEpoch must already
+// hold the lock.
 type Slots interface {
 	// Start returns the identity start of a blueprint without changing anything.
 	Start(Germination) (SlotParams, error)
@@ -68,7 +68,7 @@ type Slots interface {
 	Write([]SlotWrite) error
 }
 
-// Places is implemented by Slots that also know the places of seeds without slots.
+// Places is implemented by Slots that also know the locations of seeds without slots.
 type Places interface {
 	Slots
 	// Fits returns an error if a blueprint of the given size cannot grow there.
@@ -100,8 +100,8 @@ type address struct{ layer, number int }
 // NewNetwork returns a network of the given layers, in order. If slots is nil, the network does not
 // touch parameters.
 //
-// It returns an error wrapping [ErrArgument] if a lattice is nil, two layers share a lattice or a
-// name, or a name contains a dot.
+// It returns an error wrapping [ErrArgument] if a lattice is nil, if two layers share a lattice or a
+// name, or if a name contains a dot.
 func NewNetwork(slots Slots, layers ...Layer) (*Network, error) {
 	n := &Network{layers: slices.Clone(layers), slots: slots}
 	for i, a := range layers {
@@ -190,7 +190,7 @@ func (n *Network) Verify() error {
 // Scrub runs [Lattice.Scrub] on all layers until ctx is done. found may be called from several
 // goroutines at once.
 //
-// To quarantine the corrupt seeds, found can submit a Quarantine command; lattices made
+// To quarantine the corrupt seeds, found can submit a Quarantine command. Lattices created with
 // [WithQuarantine] reset them at the end of the epoch.
 func (n *Network) Scrub(ctx context.Context, period time.Duration,
 	found func(layer int, err error)) error {
@@ -201,7 +201,7 @@ func (n *Network) Scrub(ctx context.Context, period time.Duration,
 	var wg sync.WaitGroup
 	for i, l := range n.layers {
 		wg.Go(func() {
-			// Only invalid arguments are errors, and they have been checked above.
+			// Only invalid arguments cause errors, and these were checked above.
 			_ = l.Lattice.Scrub(ctx, period, func(err error) {
 				if found != nil {
 					found(i, err)
@@ -214,8 +214,8 @@ func (n *Network) Scrub(ctx context.Context, period time.Duration,
 	return nil
 }
 
-// StepEpoch ends an epoch in all layers; see [Lattice.StepEpoch]. m holds the metrics of each
-// layer. The network adds the parameters of blueprints in Training to them if it has slots. On an
+// StepEpoch ends an epoch in all layers; see [Lattice.StepEpoch]. m holds the metrics of each layer.
+// If the network has slots, it adds the parameters of blueprints in Training to the metrics. After an
 // error, no layer has changed.
 func (n *Network) StepEpoch(m []Metrics) ([]Event, error) {
 	if len(m) != len(n.layers) {
@@ -328,8 +328,8 @@ func (n *Network) deliver() {
 	}
 }
 
-// HoldEvents holds back the events of the network and its lattices until deliver is called. It
-// serves callers that hold a lock which listeners may need: they call deliver after unlocking.
+// HoldEvents holds back the events of the network and its lattices until deliver is called. It serves
+// callers that hold a lock needed by listeners, and call deliver after unlocking.
 func (n *Network) HoldEvents() (deliver func()) {
 	n.hold(1)
 	return sync.OnceFunc(func() {
@@ -346,8 +346,8 @@ func (n *Network) hold(more int) {
 	}
 }
 
-// If seeds of a layer are being grafted, these arrays follow those of its lattice: the seeds, and
-// the parameters that their slots had when grafting began.
+// If seeds of a layer are being grafted, these arrays follow those of its lattice: the seeds, and the
+// parameters of their slots when grafting began.
 const (
 	keptSeeds   = "kept_seeds"   // uint32 [k]
 	keptWeights = "kept_weights" // float64 [k, weights]

@@ -88,7 +88,7 @@ func parseHead(data []byte) (h *header, rest []byte, err error) {
 	return h, rest, err
 }
 
-// MarshalBinary returns the lattice's complete state. A lattice without seeds is an error. It
+// MarshalBinary returns the lattice's complete state. It returns an error if there are no seeds. It
 // implements [encoding.BinaryMarshaler].
 func (l *Lattice) MarshalBinary() ([]byte, error) {
 	l.mu.RLock()
@@ -101,15 +101,15 @@ func (l *Lattice) MarshalBinary() ([]byte, error) {
 	return columns.AppendRows(l.header().bytes(l.n*columns.RowWidth(saved)), saved, l.n), nil
 }
 
-// UnmarshalBinary replaces the lattice's contents by the output of MarshalBinary. A lattice that
-// has seeds accepts only data with the same shape; otherwise the error wraps [ErrShape].
+// UnmarshalBinary replaces the lattice's contents with data returned by MarshalBinary. A lattice with
+// seeds accepts only data of the same shape; otherwise the error wraps [ErrShape].
 //
 // Blueprint kinds and strategies are looked up by name, so a program must have registered those in
 // use, in any order.
 //
-// Damaged data is an error wrapping [ErrCorrupt] that names the seed where possible, and data of a
-// later version of this package is an error wrapping [ErrSchema]. On an error, the lattice is
-// unchanged. It implements [encoding.BinaryUnmarshaler].
+// For corrupted data, the error wraps [ErrCorrupt] and names the seed where possible. For data from a
+// later version of this package, it wraps [ErrSchema]. After an error, the lattice is unchanged. It
+// implements [encoding.BinaryUnmarshaler].
 func (l *Lattice) UnmarshalBinary(data []byte) error {
 	img, err := parse(data)
 	if err != nil {
@@ -288,7 +288,7 @@ func (h *header) image(stored []columns.Column) (*image, error) {
 	return img, nil
 }
 
-// check returns an error if an option has a value that no lattice can have.
+// check returns an error if an option has an impossible value.
 func (c config) check() error {
 	if _, err := c.Site.MarshalText(); err != nil {
 		return err
@@ -319,8 +319,8 @@ func (c config) check() error {
 }
 
 // renumber maps the kinds of the seeds from the numbers of the program that saved them to this
-// program's numbers. names lists the former. It reports whether any number has changed. A kind that
-// is in use but not registered is an error.
+// program's numbers. names lists the former. It reports whether any number has changed. It returns an
+// error if a kind in use is not registered.
 func (img *image) renumber(names []string) (changed bool, err error) {
 	s := img.seeds
 	for i, number := range s.kind {
@@ -348,8 +348,8 @@ func (img *image) renumber(names []string) (changed bool, err error) {
 	return changed, nil
 }
 
-// check returns an error unless all seeds are in a state that a lattice can be in. Matching
-// checksums do not prove that.
+// check returns an error unless all seeds are in a possible state, which matching checksums do not
+// prove.
 func (img *image) check() error {
 	for i := range img.n {
 		if err := img.checkSeed(i); err != nil {
@@ -359,7 +359,7 @@ func (img *image) check() error {
 	return nil
 }
 
-// checkSeed returns an error if a field of seed i has a value that no lattice gives it.
+// checkSeed returns an error if a field of seed i has an impossible value.
 func (img *image) checkSeed(i int) error {
 	s, stage, slots := img.seeds, Stage(img.seeds.stage[i]), img.config.Slots
 	if slots == 0 {
@@ -450,8 +450,8 @@ type Array struct {
 // headerName is the name of the array that holds the header.
 const headerName = "header"
 
-// Arrays returns a copy of the lattice's complete state as named arrays: one per field of the
-// seeds, and "header", a byte vector with the rest. The zero Lattice has none.
+// Arrays returns a copy of the lattice's complete state as named arrays: one per field of the seeds,
+// and "header", a byte vector with everything else. It returns none for the zero Lattice.
 func (l *Lattice) Arrays() []Array {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -471,9 +471,9 @@ func (l *Lattice) arrays() []Array {
 	return arrays
 }
 
-// SetArrays replaces the lattice's contents by arrays as returned by [Lattice.Arrays], in any
-// order. It copies them. It returns the same errors as UnmarshalBinary; on an error, the lattice is
-// unchanged.
+// SetArrays replaces the lattice's contents with a copy of the given arrays, as returned by
+// [Lattice.Arrays], in any order. It returns the same errors as UnmarshalBinary. After an error, the
+// lattice is unchanged.
 func (l *Lattice) SetArrays(arrays []Array) error {
 	img, err := fromArrays(arrays)
 	if err != nil {
@@ -510,8 +510,8 @@ func fromArrays(arrays []Array) (*image, error) {
 			len(arrays), len(h.Fields)+1)
 	}
 
-	// These checks come before any allocation, so that a header that promises more seeds than there
-	// are cannot exhaust memory.
+	// These checks precede any allocation, so that a header claiming too many seeds cannot exhaust
+	// memory.
 	for _, f := range h.Fields {
 		data := reflect.ValueOf(byName[f.Name])
 		if !data.IsValid() || data.Type().String() != "[]"+f.Type || data.Len() != h.Seeds {
@@ -556,9 +556,9 @@ func (h *header) emptySeeds(stored []columns.Column) (*seedState, error) {
 	return newSeedState(h.Seeds, h.Config.Transitions), nil
 }
 
-// migrate moves the stored arrays into s. Data of the current schema must have exactly the fields
+// migrate moves the stored arrays into s. Data of the current schema must contain exactly the fields
 // of s. In data of an older schema, fields that did not exist yet keep their initial values, and
-// fields that no longer exist are dropped.
+// obsolete fields are dropped.
 func (h *header) migrate(s *seedState, stored []columns.Column) error {
 	byName := map[string]columns.Column{}
 	for _, c := range stored {

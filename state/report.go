@@ -16,13 +16,13 @@ import (
 // Point is the progress of a run at the end of an epoch.
 type Point = curve.Progress
 
-// SeedReport describes one seed: its place in its life, its blueprint, and its latest figures.
+// SeedReport describes one seed with its stage, its blueprint and its latest figures.
 type SeedReport struct {
 	Seed  int
 	Stage Stage
 	Slot  int // slot of the blueprint; 0 means none
 	Kind  blueprints.Kind
-	Size  int // size of the blueprint, at other sites than a chunk
+	Size  int // size of the blueprint, at sites other than chunks
 	// Mergeable reports whether the blueprint can become part of a plain model once it is
 	// fossilized; see blueprints.Mergeable.
 	Mergeable     bool
@@ -31,8 +31,8 @@ type SeedReport struct {
 	LastUpdate    int     // epoch of the last change of the stage or α
 	Performance   float64 // rounded to half precision, as is Stability
 	Stability     float64
-	// Delta is the performance minus that without the seed or, if that was never measured, minus
-	// the first one reported in this stage. It is 0 if unknown.
+	// Delta is the performance minus that without the seed or, if the latter was never measured,
+	// minus the first one reported in this stage. It is 0 if unknown.
 	Delta float64
 	// Improvement is the relative improvement over the performance without the seed or, if that was
 	// never measured, over the first one reported since germination. It is 0 if unknown.
@@ -41,13 +41,13 @@ type SeedReport struct {
 	CanAdvance   bool
 	RampFinished bool    // the strategy has finished, in Grafting
 	CanCull      bool    // a transition to Culled is allowed
-	CanRecycle   bool    // the blueprint's life and the embargo are over
+	CanRecycle   bool    // the blueprint's life and the embargo have ended
 	Drift        float64 // relative change of the chunk's running moments over the last epoch
 	Health       Health
 	Gradient     Gradient
-	NonFiniteX   int        // NaN and Inf seen in the activations since the lattice was made
+	NonFiniteX   int        // NaN and Inf seen in the activations since the lattice was created
 	NonFiniteG   int        // NaN and Inf seen in the gradient, including overflows caused by a loss scale
-	Clips        int        // clipped rows of the gradient since the lattice was made
+	Clips        int        // clipped rows of the gradient since the lattice was created
 	Histogram    *Histogram // in reports of History in mode Debug; otherwise nil
 	// Measured reports, in reports of History, whether Health was measured in this pass; under
 	// sampling, the Health of other seeds is zero.
@@ -61,7 +61,7 @@ type Report struct {
 	Step      int // number of passes recorded
 	Telemetry Telemetry
 	Site      blueprints.Site
-	Curve     []Point // at other sites than chunks, the progress of the run, oldest first
+	Curve     []Point // at sites other than chunks, the progress of the run, oldest first
 	Hidden    int     // number of features of the layer
 	Slots     int     // number of slots including slot 0; 0 if unknown
 	// SlotParameters is the number of parameters in a slot: its weights and the scale.
@@ -70,13 +70,13 @@ type Report struct {
 	Seeds          []SeedReport
 }
 
-// String formats the report as a table for people to read: a line about the lattice, then one row
-// for each seed. Its layout may change.
+// String formats the report as a human-readable table, with a line about the lattice followed by one
+// row per seed. The layout may change.
 //
-// A row has the seed's number, its stage and the epochs spent in it, the kind of its blueprint with
-// its slot (or, at other sites than chunks, its size), the effective α, the variance of its input
-// chunk, the norm of the gradient of its output chunk, its performance, Delta and Stability, and
-// its possible next steps. A dash means that the seed has no blueprint.
+// A row shows the seed's number, its stage and the epochs spent in it, the kind of its blueprint with
+// its slot (or, at sites other than chunks, its size), the effective α, the variance of its input
+// chunk, the norm of the gradient of its output chunk, its performance, Delta and Stability, and its
+// possible next steps. A dash means that the seed has no blueprint.
 func (r Report) String() string {
 	place := "SLOT"
 	if r.Site != blueprints.Chunk {
@@ -104,7 +104,7 @@ func (r Report) String() string {
 	return b.String()
 }
 
-// next describes what may be done with the seed now.
+// next describes the seed's possible next steps.
 func (s SeedReport) next() string {
 	var all []string
 	if s.CanAdvance {
@@ -122,7 +122,7 @@ func (s SeedReport) next() string {
 	return strings.Join(all, ", ")
 }
 
-// Report returns the present state of all seeds, with the latest figures of each.
+// Report returns the current state of all seeds, with the latest figures of each.
 func (l *Lattice) Report() Report {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -221,7 +221,7 @@ type frame struct {
 	slot       []uint16
 	kind       []uint8
 	alpha      []uint16
-	watched    []bool    // seeds that the pass has measured
+	watched    []bool    // seeds measured by the pass
 	figures    seedState // health and gradient of the pass; other fields stay empty
 	histograms []Histogram
 	gradients  bool // whether the backward pass has reported
@@ -267,7 +267,7 @@ func (r *ring) push(l *Lattice, p *Pass, sample func(seed int) HealthSample) {
 	}
 }
 
-// copyGradient stores the gradient figures that the seeds hold.
+// copyGradient stores the gradient figures held by the seeds.
 func (f *frame) copyGradient(s *seedState) {
 	g := &f.figures
 	f.gradients = true
@@ -290,8 +290,8 @@ func (r *ring) addGradient(l *Lattice, p *Pass) {
 // History returns the reports of the most recent passes that measured, oldest first, up to the
 // number set by [WithHistory].
 //
-// Each report holds the figures of the seeds that were measured in that pass, and the stage, slot,
-// kind and α (in half precision) of all seeds at its start. The other fields are zero.
+// Each report holds the figures of the seeds measured in that pass, and the stage, slot, kind and α
+// (in half precision) of all seeds at its start. All other fields are zero.
 func (l *Lattice) History() []Report {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -329,11 +329,11 @@ func (l *Lattice) History() []Report {
 
 // LayerReport holds the figures of a whole layer.
 type LayerReport struct {
-	// Timed is the number of runs of the layer, forward or backward, that were timed since the
-	// lattice was made or loaded.
+	// Timed is the number of timed runs of the layer, forward or backward, since the lattice was
+	// created or loaded.
 	Timed     int
 	Kernel    time.Duration // mean time of a timed run
-	Bandwidth float64       // mean bytes per second that the timed runs read and wrote
+	Bandwidth float64       // mean bytes per second read and written by the timed runs
 	Overhead  float64       // extra time for telemetry and bookkeeping, in percent
 	Errors    int           // NaN and Inf seen by all seeds
 	Clips     int           // clipped rows of the gradient, over all seeds

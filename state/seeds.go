@@ -14,12 +14,12 @@ const Schema = 4
 
 // seedState holds all seeds as one array per field.
 //
-// 16-bit figures are stored as their bits. Figures of normal quality are bfloat16: float16 would
-// suffice for activations near 1, but the variance of a gradient underflows in it at the sizes of
+// 16-bit figures are stored as their bits. Figures of normal quality are bfloat16. Although float16
+// would suffice for activations near 1, the variance of a gradient underflows in it at the sizes of
 // real models.
 type seedState struct {
 	stage         []uint8
-	slot          []uint16 // slot; 0 means none; at other sites than a chunk, the blueprint's size
+	slot          []uint16 // slot; 0 means none; at sites other than chunks, the blueprint's size
 	kind          []uint8
 	strategy      []uint8 // index into Lattice.strategies
 	alpha         []float32

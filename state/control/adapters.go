@@ -10,21 +10,21 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Adapters is a controller for frozen models (llm.TrainConfig.Frozen) with lattices made
-// state.WithoutGates. Before the first step it plants LoRA blueprints at weights, within a budget
-// of parameters, and moves them to FineTuning at once, where they learn blended in. This does not
-// disturb the model, because a LoRA adds nothing initially. Adapters makes no further decisions:
+// Adapters is a controller for frozen models (llm.TrainConfig.Frozen) with lattices created with
+// state.WithoutGates. Before the first step it plants LoRA blueprints at weights, within a budget of
+// parameters, and moves them to FineTuning at once, where they learn blended in. This does not
+// disturb the model, because a LoRA adds nothing initially. Adapters makes no further decisions, so
 // the blueprints stay until the trainer fossilizes them, which merges them into the weights.
 //
-// With Unhealthiest, gradients determine the rank of each weight's LoRA. A singular value σ of a
-// weight's gradient is a direction that one rank could follow. Directions are chosen in decreasing
-// order of σ²/(in+out), the initial decrease of the loss per parameter, until the budget is spent.
-// AllAtOnce is conventional LoRA with the same Rank at every weight, and AtRandom uses that Rank at
-// random weights.
+// With Unhealthiest, gradients determine the rank of each weight's LoRA. Each singular value σ of a
+// weight's gradient corresponds to a direction that one rank could follow. Directions are chosen in
+// decreasing order of σ²/(in+out), the initial decrease of the loss per parameter, until the budget
+// is spent. AllAtOnce is conventional LoRA with the same Rank at every weight, and AtRandom uses that
+// Rank at random weights.
 //
-// An Adapters must not be used concurrently. Make one with [NewAdapters].
+// An Adapters must not be used concurrently. Create one with [NewAdapters].
 type Adapters struct {
-	MaxParameters int // budget for all LoRA together
+	MaxParameters int // total budget for all LoRAs
 	Rank          int // rank of each LoRA; with Unhealthiest, the maximum
 
 	Where  Where  `json:",omitempty"`
@@ -126,7 +126,7 @@ func (a *Adapters) why(p *place) string {
 		return "every place gets one"
 	}
 
-	// why returns the reason for planting at a place, for people to read.
+	// why returns a human-readable reason for planting at a place.
 	return fmt.Sprintf("the smallest of its %d chosen singular values is %.3g", p.rank, p.last)
 }
 

@@ -9,8 +9,8 @@ import (
 )
 
 // Affords returns an error if h is meant to plant blueprints but never could in a network with the
-// given reports: the budget is too small for any blueprint, no blueprint of the configured size
-// fits anywhere, or End is not after Begin. The trainer calls it after Parameters.
+// given reports, because the budget is too small for any blueprint, no blueprint of the configured
+// size fits anywhere, or End is not after Begin. The trainer calls it after Parameters.
 func (h *Heuristic) Affords(reports []state.Report) error {
 	if h.MaxActive == 0 || h.MaxParameters == 0 {
 		return nil // configured to plant nothing

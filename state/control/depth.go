@@ -11,27 +11,27 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Depth is a controller that lets a model grow in depth: the model starts with few blocks, which
-// makes steps fast, and gets more blocks when it learns more slowly. It decides by the curve of the
-// run's loss alone, so a resumed run decides as if it had not been interrupted. All shares are
+// Depth is a controller that lets a model grow in depth. The model starts with few blocks, which
+// makes steps fast, and gets more blocks when it learns more slowly. The decisions depend only on the
+// curve of the run's loss, so a resumed run decides as if it had not been interrupted. All shares are
 // fractions of the run's budget or, without one, of its steps.
 type Depth struct {
 	Kind blueprints.Kind // a kind of depth, such as blueprints.Stack
 	Size int             // size of the growth, as defined by the kind
-	// Growths is the number of growths, which take place one after the other.
+	// Growths is the number of growths, which take place one after another.
 	Growths int
 	// Begin and End are the shares between which growth may start. At End, the model grows
 	// regardless of the curve.
 	//
-	// With a Begin of 0, no share is fixed: the model grows once the loss has been flat (see Flat)
-	// from some share until Delay times that share. If that has not happened by End, the model
-	// still learns as fast as a larger one would for its cost, and it never grows.
+	// With a Begin of 0, no share is fixed. Instead, the model grows once the loss has been flat (see
+	// Flat) from some share until Delay times that share. If that has not happened by End, the model
+	// still learns as fast as a larger one would for its cost, so it never grows.
 	Begin, End float64
-	// Delay applies to a Begin of 0: the factor of growth of the share while the loss stays flat. 0
-	// means 1.5.
+	// Delay, used if Begin is 0, is the factor by which the share must grow while the loss stays
+	// flat. 0 means 1.5.
 	Delay float64 `json:",omitempty"`
-	// Flat defines when the loss is flat: when each doubling of the spent share lowers it by at
-	// most Flat times as much as at its fastest.
+	// Flat defines when the loss is flat, which is when each doubling of the spent share lowers it by
+	// at most Flat times as much as at its fastest.
 	//
 	// 0 means the inverse of the cost of a step after growth, in steps before growth. If the grown
 	// model then learns as much per step as this one did at its fastest, it learns more in the same
@@ -45,7 +45,7 @@ type Depth struct {
 }
 
 // Costs sets the function that returns the cost of a step after growth by a kind and size, in steps
-// of the present model. The trainer calls it.
+// of the current model. The trainer calls it.
 func (d *Depth) Costs(of func(kind blueprints.Kind, size int) float64) {
 	d.cost = of
 }
@@ -109,9 +109,9 @@ func (d *Depth) Check() error {
 // is judged, so that the slope of the loss is known.
 const leastPoints = 8
 
-// LeastEpochs returns the minimum number of epochs of a run that allows a growth to be judged: the
-// shares before Begin and during Settle must each contain enough points to determine the slope of
-// the loss. The curve has one point for each group of every epochs.
+// LeastEpochs returns the minimum number of epochs of a run in which a growth can be judged, since
+// the shares before Begin and during Settle must each contain enough points to determine the slope of
+// the loss. The curve contains one point per every epochs.
 func (d *Depth) LeastEpochs(l *state.Lattice, every int) (int, error) {
 	if err := d.Check(); err != nil {
 		return 0, err
@@ -192,7 +192,7 @@ func (d *Depth) decide(r state.Report) []state.Command {
 // due returns the reason for growing now, or "".
 func (d *Depth) due(r state.Report) string {
 	now := r.Curve[len(r.Curve)-1]
-	from := 0.0 // start of the present model's curve
+	from := 0.0 // start of the current model's curve
 	for _, s := range r.Seeds {
 		if p, ok := at(r.Curve, r.Epoch-s.EpochsInStage); s.Stage == state.Fossilized && ok {
 			from = max(from, p.Share)
@@ -225,9 +225,9 @@ func (d *Depth) due(r state.Report) string {
 	return why
 }
 
-// defaultDelay is the meaning of a zero Delay. In the runs of docs/lab/growth.md, it starts growth
-// at shares between those that were tried; by their losses, the result should be within 0.002 nats
-// per byte of the best.
+// defaultDelay is the meaning of a zero Delay. In the runs of docs/lab/growth.md, it starts growth at
+// shares between the tested ones; judging by their losses, the result should be within 0.002 nats per
+// byte of the best.
 const defaultDelay = 1.5
 
 // trend describes the slope of a curve. present and fastest are decreases of the loss per increase

@@ -7,9 +7,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// DryRun returns a controller that writes the commands of c to w, one per line, and commands
-// nothing. Since c's commands are not carried out, c repeats them while the reports stay the same.
-// A nil w discards the output.
+// DryRun returns a controller that writes the commands of c to w, one per line, and commands nothing.
+// Since c's commands are not carried out, c repeats them as long as the reports stay the same. A nil
+// w discards the output.
 func DryRun(c state.Controller, w io.Writer) state.Controller {
 	if w == nil {
 		w = io.Discard
@@ -17,8 +17,8 @@ func DryRun(c state.Controller, w io.Writer) state.Controller {
 	return dryRun{together{c}, w}
 }
 
-// dryRun embeds together so that the wrapped controller still receives everything that a trainer
-// offers to controllers.
+// dryRun embeds together so that the wrapped controller still receives everything a trainer offers to
+// controllers.
 type dryRun struct {
 	together
 	w io.Writer

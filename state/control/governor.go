@@ -13,9 +13,8 @@ import (
 // blueprints on trial, and rolls these back at once if they do harm, no matter who planted them.
 // The embargo then keeps their seeds empty for a while.
 type Governor struct {
-	// Harm is the largest tolerated increase of the loss over the model without the blueprints, in
-	// nats per token. Sure is the share of the text's batches that must show an increase for it to
-	// count.
+	// Harm is the largest tolerated increase in loss over the model without the blueprints, in nats
+	// per token. Sure is the share of the text's batches that must show an increase for it to count.
 	Harm, Sure float64
 	// Norm is the largest tolerated ratio of the global gradient norms with and without the
 	// blueprints.
@@ -50,7 +49,7 @@ type Trial struct {
 	// Errors is the number of the text's batches on which the model's loss is not finite.
 	Errors int
 	// Norm and Without are the global gradient norms with and without the blueprints, as means over
-	// the same steps, or 0 if they are not known.
+	// the same steps, or 0 if unknown.
 	Norm, Without float64
 }
 
@@ -68,9 +67,9 @@ func (g *Governor) wrong(t Trial) string {
 	return ""
 }
 
-// Govern returns the commands to execute in place of a controller's commands. If the trial does
-// harm, the rollbacks of its blueprints come first, and the controller's commands on these seeds
-// are dropped. Otherwise the commands are returned unchanged.
+// Govern returns the commands to execute in place of a controller's commands. If the trial does harm,
+// the rollbacks of its blueprints come first, and the controller's commands for these seeds are
+// dropped. Otherwise the commands are returned unchanged.
 func (g *Governor) Govern(t Trial, commands []state.Command) []state.Command {
 	why := g.wrong(t)
 	if why == "" {

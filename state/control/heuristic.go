@@ -1,9 +1,9 @@
-// Package control provides controllers, which decide by the reports of a [state.Network] what
-// happens to its seeds.
+// Package control provides controllers, which decide what happens to the seeds of a [state.Network]
+// based on its reports.
 //
 // [Heuristic] plants blueprints where a layer looks unhealthy and guides them through their life.
 // [Depth] grows a model by whole blocks when its loss flattens, and [Schedule] does so at fixed
-// shares of a run. [Adapters] plants LoRA in a frozen model. [Together] combines controllers for
+// shares of a run. [Adapters] plants LoRAs in a frozen model. [Together] combines controllers for
 // different sites, and [DryRun] prints the commands of a controller. [Governor] supervises them and
 // rolls harmful blueprints back.
 //
@@ -25,8 +25,8 @@ import (
 )
 
 // Heuristic is a controller that germinates the unhealthiest chunks and advances every blueprint as
-// soon as its gate opens. It gives up blueprints that have failed or stay behind a shut gate for
-// too long, and recycles their seeds. Make one with [NewHeuristic].
+// soon as its gate opens. It gives up blueprints that have failed or remain behind a shut gate for
+// too long, and recycles their seeds. Create one with [NewHeuristic].
 //
 // At a weight it plants a LoRA, and in the stream a Perceptron, where the gradient of the weight,
 // or of the preceding block, is largest per parameter. The only health problem of such a seed is
@@ -40,8 +40,8 @@ import (
 //	silent    Silence × median of the layer's variances / its variance
 //	spiky     largest deviation from its mean / (Spike × its standard deviation)
 //
-// The problem determines the blueprint: a hungry chunk gets the first kind of Capacity that fits
-// the layer's slots, a dead one a Residual, which can shift it, and a silent or spiky one an
+// The problem determines the blueprint. A hungry chunk gets the first kind in Capacity that fits the
+// layer's slots, a dead one a Residual, which can shift it, and a silent or spiky one an
 // AttentionGate, which can scale its features.
 //
 // Blueprints that are ready in the same epoch are grafted together and judged by their combined
@@ -51,11 +51,11 @@ import (
 //
 // A Heuristic must not be used concurrently.
 type Heuristic struct {
-	MaxActive     int // maximum number of living blueprints that are not fossilized
+	MaxActive     int // maximum number of living, unfossilized blueprints
 	MaxParameters int // maximum number of parameters of all living blueprints
 	PerEpoch      int // maximum number of germinations per epoch
 	Begin, End    int // germinations take place in epochs [Begin, End)
-	Patience      int // epochs in a stage after which a blueprint with a shut gate is given up
+	Patience      int // number of epochs behind a shut gate after which a blueprint is given up
 	RampEpochs    int // duration of a grafting, in epochs, that is neither accelerated nor delayed
 
 	Hunger, Dead, Silence, Spike, Drift float64
@@ -174,9 +174,9 @@ var errNoLattice = fmt.Errorf("control: LeastEpochs: %w: the lattice is nil: sta
 	state.ErrArgument)
 
 // LeastEpochs returns the minimum number of epochs after which a blueprint that h plants in the
-// lattice can be fossilized, if blueprints are evaluated once in every epochs. It returns 0 for a
-// lattice in depth and for one [state.WithoutGates], which has no thresholds. An error names a
-// stage in which the patience of h ends before the gate can open.
+// lattice can be fossilized, if blueprints are evaluated once per every epochs. It returns 0 for a
+// lattice in depth and for one created with [state.WithoutGates], which has no thresholds. An error
+// names a stage in which the patience of h ends before the gate can open.
 func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err error) {
 	if err := h.Check(); err != nil {
 		return 0, err
@@ -193,7 +193,7 @@ func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err er
 	epochs = max(h.Begin, 0) + 1 // one epoch to germinate, and one to enter Training
 	for stage := state.Training; stage <= state.FineTuning; stage++ {
 		least := max(1, thresholds.MinEpochs[stage])
-		if stage >= state.Evaluating { // these gates need an evaluation
+		if stage >= state.Evaluating { // these gates require an evaluation
 			least = max(least, every)
 		}
 		if least > h.Patience+1 {
@@ -411,7 +411,7 @@ func (h *Heuristic) candidates(reports []state.Report) (found []candidate) {
 	return found
 }
 
-// measured reports whether a dormant seed has been measured and can get a blueprint.
+// measured reports whether a dormant seed has been measured and may get a blueprint.
 func (h *Heuristic) measured(layer int, r *state.Report, s state.SeedReport) bool {
 	if r.Site == blueprints.Chunk {
 		return s.Health != (state.Health{})
@@ -419,10 +419,10 @@ func (h *Heuristic) measured(layer int, r *state.Report, s state.SeedReport) boo
 	return s.Gradient.Norm > 0 && (h.parameters == nil || h.parameterCount(layer, r, s) > 0)
 }
 
-// draw returns a random number that is specific to a candidate.
+// draw returns a random number specific to a candidate.
 func (h *Heuristic) draw(c candidate) uint64 { return drawn(h.Random, c.layer, c.seed) }
 
-// drawn returns a random number that is specific to a seed.
+// drawn returns a random number specific to a seed.
 func drawn(random uint64, layer, seed int) uint64 {
 	return rand.NewPCG(random, uint64(layer)<<32|uint64(uint32(seed))).Uint64()
 }

@@ -8,21 +8,21 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Schedule grows a model in depth at shares that are fixed before the run. It serves experiments
-// that compare shares and kinds of growth; [Depth] decides by itself when to grow, and rolls back a
-// growth that does not pay off.
+// Schedule grows a model in depth at fixed shares of a run. It is meant for experiments that compare
+// shares and kinds of growth, whereas [Depth] decides by itself when to grow and rolls back a growth
+// that does not pay off.
 //
-// The last growth is never judged: its seed stays in stage Grafting until the end of the run. An
+// The last growth is never judged, and its seed stays in stage Grafting until the end of the run. An
 // earlier growth must be fossilized before the next can start, so the next one waits until the
 // lattice's gates let the earlier one pass. The trainer still rolls back a growth when a step
-// diverges; after that, nothing grows.
+// diverges, after which nothing grows any more.
 type Schedule struct {
 	Growths []Planned // in order of their shares
 }
 
 // Planned is a growth at a fixed share of a run's budget.
 type Planned struct {
-	Share float64         // from 0 to less than 1, not falling
+	Share float64         // from 0 to less than 1, non-decreasing
 	Kind  blueprints.Kind // a kind of depth, such as blueprints.Stack
 	Size  int             // size of the growth, as defined by the kind
 }
@@ -49,9 +49,9 @@ func (s *Schedule) Check() error {
 	return nil
 }
 
-// LeastEpochs returns the minimum number of epochs of a run that completes the schedule, which
-// needs one epoch per growth after the last share is reached. A lattice in depth with fewer seeds
-// than growths is an error.
+// LeastEpochs returns the minimum number of epochs of a run that completes the schedule, which takes
+// one epoch per growth after the last share is reached. It returns an error if a lattice in depth has
+// fewer seeds than there are growths.
 func (s *Schedule) LeastEpochs(l *state.Lattice, _ int) (int, error) {
 	switch {
 	case l == nil:

@@ -10,11 +10,11 @@ import (
 )
 
 // Together returns a controller that combines several, each for its own sites, such as a [Depth] for
-// blocks and a [Heuristic] for all other seeds. They see the same reports and are asked in order. If
-// two command the same seed, the commands of the later one are normally rejected.
+// blocks and a [Heuristic] for all other seeds. They receive the same reports and are consulted in
+// order. If two of them command the same seed, the later one's commands are normally rejected.
 //
-// An [Adapters], which serves runs with TrainConfig.Frozen, must be used alone, because a combined
-// controller does not pass the gradients on to it.
+// An [Adapters], which is meant for runs with TrainConfig.Frozen, must be used alone, because a
+// combined controller does not pass the gradients on to it.
 func Together(all ...state.Controller) state.Controller {
 	return together(slices.Clone(all))
 }
@@ -41,7 +41,7 @@ func (all together) Check() (err error) {
 	return err
 }
 
-// Costs passes the function to the controllers that want it.
+// Costs passes the function to the controllers that need it.
 func (all together) Costs(of func(kind blueprints.Kind, size int) float64) {
 	for _, c := range all {
 		if c, ok := c.(state.CostLearner); ok {
@@ -50,7 +50,7 @@ func (all together) Costs(of func(kind blueprints.Kind, size int) float64) {
 	}
 }
 
-// Parameters passes the function to the controllers that want it.
+// Parameters passes the function to the controllers that need it.
 func (all together) Parameters(of func(layer, seed int, kind blueprints.Kind, size int) int) {
 	for _, c := range all {
 		if c, ok := c.(state.SizeLearner); ok {
@@ -69,7 +69,7 @@ func (all together) Affords(reports []state.Report) (err error) {
 	return err
 }
 
-// LeastEpochs returns the maximum over the controllers; each knows its own sites.
+// LeastEpochs returns the maximum over the controllers, each of which knows its own sites.
 func (all together) LeastEpochs(l *state.Lattice, every int) (most int, err error) {
 	for _, c := range all {
 		if c, ok := c.(state.Planner); ok {
@@ -80,7 +80,7 @@ func (all together) LeastEpochs(l *state.Lattice, every int) (most int, err erro
 	return most, err
 }
 
-// Heard hands on what the gradients of a frozen model ask for.
+// Heard passes the singular values of a frozen model's gradients on.
 func (all together) Heard(of func(layer, seed int) []float64) {
 	for _, c := range all {
 		if c, ok := c.(state.GradientListener); ok {

@@ -8,7 +8,7 @@ import (
 // Ramp is the shape of a [FixedRamp].
 type Ramp uint8
 
-// Shapes of ramps. f increases from 0 to 1.
+// Shapes of ramps, for a fraction f that increases from 0 to 1.
 const (
 	Linear  Ramp = iota // f
 	Cosine              // (1 − cos πf)/2
@@ -46,8 +46,8 @@ func (s FixedRamp) Advance(p Progress) (alpha float64, memory [2]float32, done b
 	return s.Target * f, p.Memory, p.Epochs >= s.Epochs
 }
 
-// The strategies below raise α to Target in steps of Target/Epochs and differ in the number and
-// time of the steps. They continue from the present α, so an α set by hand is never lowered.
+// The strategies below raise α to Target in steps of Target/Epochs and differ in the number and time
+// of the steps. They continue from the current α, so an α set by hand is never lowered.
 
 // PerformanceLinked takes one step per epoch, and accelerates while the performance score improves.
 // Each score above the previous one multiplies the speed by 1 + Gain for every epoch since then, up
@@ -80,8 +80,8 @@ func (s PerformanceLinked) Check() error {
 	return nil
 }
 
-// Advance remembers the last performance and the speed. A speed of 0 means that no performance has
-// been seen yet.
+// Advance remembers the last performance and the speed. A speed of 0 means that there has been no
+// performance yet.
 func (s PerformanceLinked) Advance(p Progress) (alpha float64, memory [2]float32, done bool) {
 	last, speed := float64(p.Memory[0]), float64(p.Memory[1])
 	switch {
@@ -98,7 +98,7 @@ func (s PerformanceLinked) Advance(p Progress) (alpha float64, memory [2]float32
 	return alpha, [2]float32{float32(p.Performance), float32(speed)}, done
 }
 
-// DriftControlled takes one step per epoch, and pauses for Pause epochs, including the present one,
+// DriftControlled takes one step per epoch, and pauses for Pause epochs, including the current one,
 // when the drift of the chunk's activations exceeds Threshold. Drift during a pause restarts the
 // pause.
 type DriftControlled struct {
@@ -186,7 +186,7 @@ func step(alpha, target, share float64) (next float64, done bool) {
 	return next, false
 }
 
-// checkRamp checks the parameters that all strategies share.
+// checkRamp checks the parameters shared by all strategies.
 func checkRamp(name string, epochs int, target float64) error {
 	if epochs < 1 || epochs > math.MaxUint16 {
 		return fmt.Errorf("%s: Epochs is %d, want 1 to %d", name, epochs, math.MaxUint16)

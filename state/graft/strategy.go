@@ -18,9 +18,9 @@ import (
 // Grafting.
 type Progress struct {
 	Seed  int
-	Alpha float64 // present α
-	// Epochs counts the epochs in Grafting, including the one that ends: 1, 2, ..., up to 65535,
-	// where it stays.
+	Alpha float64 // current α
+	// Epochs counts the epochs in Grafting from 1, including the one just ended, and saturates at
+	// 65535.
 	Epochs      int
 	Performance float64    // as last reported in Metrics
 	Stale       bool       // Performance is old: no score was reported in this epoch
@@ -35,7 +35,7 @@ type Progress struct {
 //
 // The fields of a strategy are its parameters. A strategy is saved as its name and its JSON encoding,
 // and decoded as the type that [Register] associates with the name. The lattice uses the decoded
-// form, and rejects a strategy that differs from it, for example because a parameter is in an
+// form, and rejects strategies that differ from theirs, for example because a parameter is in an
 // unexported field.
 type Strategy interface {
 	Name() string
@@ -43,9 +43,9 @@ type Strategy interface {
 	// Advance returns α for the next epoch, the memory for the next call, and whether α has reached
 	// its final value. In that case it is not called again until the next grafting.
 	//
-	// Several goroutines call Advance at once, for different seeds, while the lattice is locked. It
-	// must not call methods of the lattice, which would block forever. If it panics or returns NaN,
-	// α stays as it is and the lattice reports a StrategyFailed event.
+	// Several goroutines call Advance concurrently, for different seeds, while the lattice is locked.
+	// It must not call methods of the lattice, which would block forever. If it panics or returns
+	// NaN, α remains unchanged and the lattice reports a StrategyFailed event.
 	Advance(Progress) (alpha float64, memory [2]float32, done bool)
 }
 
@@ -66,9 +66,8 @@ func decode[S Strategy](params []byte) (Strategy, error) {
 	return s, nil
 }
 
-// Register makes a strategy type known under the name S{}.Name(), so that lattices that use it can
-// be loaded. It returns an error if S is a pointer or an interface, or if the name is empty or
-// taken.
+// Register registers a strategy type under the name S{}.Name(), so that lattices using it can be
+// loaded. It returns an error if S is a pointer or an interface, or if the name is empty or taken.
 func Register[S Strategy]() error {
 	if t := reflect.TypeFor[S](); t.Kind() == reflect.Pointer || t.Kind() == reflect.Interface {
 		return fmt.Errorf("graft.Register: %v is a %v, want a type that holds its parameters "+
@@ -113,7 +112,7 @@ func (e Entry) Name() string {
 	return e.Strategy.Name()
 }
 
-// Check checks the strategy. An entry without one is an error.
+// Check checks the strategy. It returns an error for an entry without one.
 func (e Entry) Check() error {
 	if e.Strategy == nil {
 		return errors.New("the strategy is nil, want an entry that NewEntry or Load returns")

@@ -19,15 +19,14 @@ type Thresholds struct {
 	// Improvement is the minimum of Evidence.Improvement, the relative improvement of the performance
 	// over the performance without the seed, for FineTuning → Fossilized.
 	Improvement float64
-	// A blueprint has failed, so that Evaluating → Culled is possible, if its performance delta is
-	// below CullDelta, its error rate above CullErrorRate, or its number of errors above
-	// CullErrorCount.
+	// A blueprint has failed, which permits Evaluating → Culled, if its performance delta is below
+	// CullDelta, its error rate above CullErrorRate, or its number of errors above CullErrorCount.
 	CullDelta      float64
 	CullErrorRate  float64
 	CullErrorCount int
 }
 
-// DefaultThresholds returns the thresholds of a lattice made without state.WithThresholds:
+// DefaultThresholds returns the thresholds of a lattice created without state.WithThresholds:
 //
 //	MinEpochs       Training 100, Grafting 50, Stabilization 20, Evaluating 30, FineTuning 50, else 0
 //	TrainingError   0.01
@@ -52,8 +51,8 @@ func DefaultThresholds() Thresholds {
 }
 
 // DepthThresholds returns the default thresholds in depth, where blueprints are copies of trained
-// blocks. They are grafted at once and judged by the loss that the model would have without them.
-// No performance drop alone makes an evaluation fail.
+// blocks. They are grafted at once and judged by the loss that the model would have without them. A
+// drop in performance alone never makes an evaluation fail.
 //
 //	MinEpochs       Evaluating 1, FineTuning 1, else 0
 //	Improvement     0
@@ -67,9 +66,9 @@ func DepthThresholds() Thresholds {
 	return t
 }
 
-// Within returns thresholds with MinEpochs reduced proportionally so that a whole life, from
-// Training to FineTuning, takes at most half of the given number of epochs. Blueprints can then
-// become fossilized in a run of that length. Thresholds that are short enough stay unchanged.
+// Within returns thresholds with MinEpochs reduced proportionally so that a whole life, from Training
+// to FineTuning, takes at most half of the given number of epochs. Blueprints can then become
+// fossilized in a run of that length. Thresholds that are already short enough stay unchanged.
 func (t Thresholds) Within(epochs int) Thresholds {
 	all := 0
 	for stage := Training; stage <= FineTuning; stage++ {
@@ -109,10 +108,10 @@ func (t Thresholds) Check() error {
 	return nil
 }
 
-// Evidence holds the figures that gates judge. A figure that has not been measured is NaN and
-// satisfies no condition.
+// Evidence holds the figures by which gates judge. An unmeasured figure is NaN and satisfies no
+// condition.
 type Evidence struct {
-	Epochs        int     // number of epochs in the present stage
+	Epochs        int     // number of epochs in the current stage
 	TrainingError float64 // as last reported in Metrics
 	ErrorFalling  bool    // TrainingError is below the first one reported in this stage
 	LossFalling   bool    // the host's loss is below the first one measured in this stage
@@ -153,8 +152,8 @@ func (s Shortfall) String() string {
 }
 
 // Gate judges by the evidence whether a seed may move from one stage to another. If not, it returns
-// the first condition that is not met. The transition must be allowed by the table. Gate depends on
-// its arguments only.
+// the first unmet condition. The transition must be allowed by the table. The result depends only on
+// the arguments.
 func (t Thresholds) Gate(from, to Stage, e Evidence) (s Shortfall, open bool) {
 	if to == RolledBack {
 		return Shortfall{}, true

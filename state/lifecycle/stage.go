@@ -1,6 +1,6 @@
 // Package lifecycle defines the stages of a seed's life, the table of transitions between them, and
-// the gates that guard the transitions. Everything here is pure arithmetic on its arguments;
-// package state holds the seeds, and its documentation has the table.
+// the gates that guard the transitions. Everything here is pure arithmetic on its arguments. Package
+// state holds the seeds, and its documentation shows the table.
 package lifecycle
 
 import (
@@ -110,7 +110,7 @@ func (s Stage) Learns() bool {
 func (s Stage) Ended() bool { return s == Culled || s == Cancelled || s == RolledBack }
 
 // Weight returns the α for the arithmetic of the stage, given the seed's own α. In Training, where
-// the output is x, it applies to the gradients of weights and scale only.
+// the output is x, it applies only to the gradients of weights and scale.
 func (s Stage) Weight(alpha float32) float32 {
 	switch s {
 	case Training, FineTuning, Fossilized:

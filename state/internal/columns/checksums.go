@@ -109,8 +109,8 @@ func (c *Checksums) All(crc []uint32) []Fault {
 	return slices.Concat(spans...)
 }
 
-// Locate describes the bit of a row that has flipped, if it is a single one. CRC-32 is linear and
-// gives each bit of such a short message its own syndrome.
+// Locate describes the flipped bit of a row, if there is exactly one. CRC-32 is linear and gives each
+// bit of such a short message its own syndrome.
 func (c *Checksums) Locate(syndrome uint32) string {
 	for bit := range 32 {
 		if syndrome == 1<<bit {

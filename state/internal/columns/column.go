@@ -44,7 +44,7 @@ func New(name, elements string) (Column, error) {
 // Data returns the column's array, such as a []uint8, without copying it.
 func (c Column) Data() any { return reflect.ValueOf(c.Array).Elem().Interface() }
 
-// Set replaces the column's array by data, which must have the same type, without copying it.
+// Set replaces the column's array with data, which must have the same type, without copying it.
 func (c Column) Set(data any) { reflect.ValueOf(c.Array).Elem().Set(reflect.ValueOf(data)) }
 
 // Clone returns a column with the same name and a copy of the array.
@@ -156,8 +156,8 @@ func (c Column) Scatter(src []byte, stride, lo, hi int) {
 	}
 }
 
-// Narrow fills a column that is now float32 from its former contents: float64, or half.Float16
-// stored as uint16. It returns false for other types.
+// Narrow fills a float32 column from former contents of type float64, or half.Float16 stored as
+// uint16. It returns false for other types.
 func (c Column) Narrow(from Column) bool {
 	to, ok := c.Array.(*[]float32)
 	if !ok {

@@ -7,9 +7,8 @@ import (
 	"hash/crc32"
 )
 
-// The file of a table consists of a head followed by the arrays, one after the other. The head
-// consists of the magic number, the length and checksum of a header (uint32, little endian), and
-// the header.
+// The file of a table consists of a head followed by the arrays, one after another. The head consists
+// of the magic number, the length and checksum of a header (uint32, little endian), and the header.
 const (
 	Magic  = "KASMINA\n"
 	Prefix = len(Magic) + 8 // size of the head without its header

@@ -6,8 +6,8 @@ import (
 	"sync"
 )
 
-// Outbox delivers events in order, one at a time, and without holding a lock, so a listener may use
-// the source of the events. The zero value is ready to use.
+// Outbox delivers events in order, one at a time and without holding a lock, so that listeners may
+// use the source of the events. The zero value is ready to use.
 type Outbox[E any] struct {
 	mu        sync.Mutex
 	listeners []*func(E)
@@ -30,7 +30,7 @@ func (o *Outbox[E]) Relay(to *Outbox[E], mark func(*E)) {
 	o.relays = append(slices.Clip(o.relays), relay[E]{to, mark})
 }
 
-// Listen registers f to be called with every event that is added from now on, until stop is called.
+// Listen registers f to be called with every event added from now on, until stop is called.
 func (o *Outbox[E]) Listen(f func(E)) (stop func()) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -85,7 +85,7 @@ func (o *Outbox[E]) Hold(more int) {
 	o.held += more
 }
 
-// take delivers the events queued at present, and reports whether there were any.
+// take delivers the currently queued events, and reports whether there were any.
 func (o *Outbox[E]) take() bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
