@@ -15,9 +15,10 @@
 //
 // A [Rule] describes the update of a parameter, and its [Kernel] the state that the update needs. The
 // update on a GPU, the division among ranks, checkpoints and the memory plan follow from these two. A
-// new optimizer therefore consists of a constructor, a rule and a kernel, as in the file lion.go, of
-// the kernel's arithmetic on CPUs and GPUs, and of a line in the list of choices that programs offer.
-// Kernels can be defined in this package only. Their moments must stay finite for any finite gradient.
+// new optimizer therefore consists of a constructor, a rule and a kernel, as in the file lion.go,
+// together with the kernel's arithmetic on CPUs and GPUs and an entry in the list of choices that
+// programs offer. Kernels can only be defined in this package, and their moments must stay finite for
+// any finite gradient.
 package optim
 
 import (

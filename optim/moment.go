@@ -29,8 +29,8 @@ type Moment struct {
 }
 
 // Mean describes what a moment holds. Floats and codes are running means of the gradients or of their
-// squares, on which the judges of growth rely. An optimizer with a sum in its formula stores the mean and
-// scales the step instead.
+// squares, on which the code that judges growth relies. An optimizer whose formula contains a sum
+// stores the mean instead and scales the step.
 type Mean int
 
 const (

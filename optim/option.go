@@ -106,7 +106,8 @@ func WithBetas(beta1, beta2 float64) BetasOption { return BetasOption{beta1, bet
 // WithEps sets the positive number added to the root of the second moment. The default is 1e-8.
 func WithEps(eps float64) EpsOption { return EpsOption{eps} }
 
-// WithMomentum sets the decay rate of Muon's momentum, at least 0 and below 1. Default 0.95.
+// WithMomentum sets the decay rate of Muon's momentum, which must be at least 0 and less than 1. The
+// default is 0.95.
 func WithMomentum(mu float64) MuonOption {
 	return muonOption(func(m *Muon) error {
 		m.momentum = mu

@@ -6,8 +6,8 @@ import (
 	"strconv"
 )
 
-// Rule describes how an optimizer updates one parameter. A CPU calls Step. A GPU follows the rule with an
-// implementation of Kernel of its own, and reports an error if it has none.
+// Rule describes how an optimizer updates one parameter. On a CPU, machines call Step. On a GPU, they
+// follow the rule with their own implementation of Kernel, and return an error if there is none.
 //
 // The zero Rule means that the optimizer does not know the parameter.
 type Rule struct {

@@ -15,8 +15,8 @@ type GerminationRequest struct {
 	// Several seeds may share a slot. At sites other than chunks, it is 0.
 	Slot int
 	Kind blueprints.Kind // kind of blueprint
-	// Size is the size of a blueprint at other sites than a chunk, in the unit that its kind
-	// defines, such as the rank of a LoRA. On a chunk it is 0.
+	// Size is the size of a blueprint at sites other than chunks, in the unit defined by its kind,
+	// such as the rank of a LoRA. On a chunk, it is 0.
 	Size int
 	// Strategy decides how α rises. Nil means a linear FixedRamp to 1 over 50 epochs. It is not
 	// used in depth.

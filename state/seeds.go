@@ -54,7 +54,7 @@ type seedState struct {
 	normMean, normVariance, normCount []float64
 
 	nonFiniteX, nonFiniteG []uint32 // number of NaN and Inf seen
-	nonFiniteReported      []uint32 // how many of both have been reported by events
+	nonFiniteReported      []uint32 // how many of both were reported by events
 	clips                  []uint64 // clipped rows of the gradient
 
 	embargoUntil       []uint32 // end of the embargo
@@ -75,7 +75,7 @@ type seedState struct {
 	basePerformance          []float32
 	stageErrors, stageTrials []uint32 // counts within this stage
 
-	// sinceScore is used while an epoch ends: the number of epochs between the previous score and
+	// sinceScore, used while an epoch ends, is the number of epochs between the previous score and
 	// the new one, or 0 without a new one.
 	sinceScore []uint32
 

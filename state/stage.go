@@ -4,14 +4,14 @@ import "github.com/kasmina-go/kasmina/state/lifecycle"
 
 // Stages and gates are implemented in package lifecycle.
 type (
-	// Stage is a stage of a seed's life. The package documentation has a table of the stages and
+	// Stage is a stage of a seed's life. The package documentation contains a table of the stages and
 	// transitions. See [lifecycle.Stage].
 	Stage = lifecycle.Stage
 	// Transition is a change of a seed's stage; see [lifecycle.Transition].
 	Transition = lifecycle.Transition
 	// Thresholds are the conditions of the gates; see [lifecycle.Thresholds].
 	Thresholds = lifecycle.Thresholds
-	// Evidence holds the figures that gates judge; see [lifecycle.Evidence].
+	// Evidence holds the figures by which gates judge; see [lifecycle.Evidence].
 	Evidence = lifecycle.Evidence
 	// Shortfall is a condition that keeps a gate shut; see [lifecycle.Shortfall].
 	Shortfall = lifecycle.Shortfall
@@ -39,17 +39,16 @@ func DefaultThresholds() Thresholds { return lifecycle.DefaultThresholds() }
 // DepthThresholds returns the default thresholds in depth; see [lifecycle.DepthThresholds].
 func DepthThresholds() Thresholds { return lifecycle.DepthThresholds() }
 
-// Thresholds returns the conditions of the lattice's gates and whether the lattice has gates at
-// all.
+// Thresholds returns the conditions of the lattice's gates, and whether it has gates at all.
 func (l *Lattice) Thresholds() (t Thresholds, gated bool) {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
 	return l.config.Thresholds, l.config.Gates
 }
 
-// Shortfall returns the condition that keeps a seed from the next stage of its life, [Stage.Next].
-// It is zero if the gate is open, and for seeds without one: in a lattice without gates, without a
-// blueprint, fossilized, or at the end of a blueprint's life.
+// Shortfall returns the condition that keeps a seed from the next stage of its life, [Stage.Next]. It
+// is zero if the gate is open, or if there is none because the lattice has no gates or because the
+// seed has no blueprint, is fossilized, or has reached the end of its blueprint's life.
 func (l *Lattice) Shortfall(seed int) (Shortfall, error) {
 	l.mu.RLock()
 	defer l.mu.RUnlock()
@@ -84,7 +83,7 @@ func (l *Lattice) Grafted() (seeds []int) {
 	return seeds
 }
 
-// LearningSlots reports, for each slot set by [WithSlots], whether a seed trains its parameters.
+// LearningSlots reports, for each slot set by [WithSlots], whether any seed trains its parameters.
 func (l *Lattice) LearningSlots() []bool {
 	l.mu.RLock()
 	defer l.mu.RUnlock()

@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/state/telemetry"
 )
 
-// The figures measured of a seed are defined in package telemetry.
+// The measured figures are defined in package telemetry.
 type (
 	// Telemetry configures the measurements; see [telemetry.Config].
 	Telemetry = telemetry.Config
@@ -55,8 +55,8 @@ const (
 // SetTelemetry changes the telemetry settings from the next forward pass on. It returns an error,
 // and changes nothing, if a field of t is out of range.
 //
-// Use it for a lattice that no trainer is using. During a run, send a [Measure] command instead: it
-// takes effect between two steps, on all ranks alike, and is part of the run's record.
+// Use it for a lattice that no trainer is using. During a run, send a [Measure] command instead,
+// which takes effect between two steps, on all ranks alike, and becomes part of the run's record.
 func (l *Lattice) SetTelemetry(t Telemetry) error {
 	if err := t.Check(); err != nil {
 		return fmt.Errorf("state.SetTelemetry: %w: %w", ErrArgument, err)
@@ -75,9 +75,9 @@ func (l *Lattice) Telemetry() Telemetry {
 	return l.config.Telemetry
 }
 
-// Pass is the view of a lattice that a forward pass and its backward pass share: a copy taken at
-// the start of the forward pass, unaffected by later commands. Its slices have one element per
-// seed. It serves executors of the layer; other code uses [Lattice.Report].
+// Pass is the view of a lattice shared by a forward pass and its backward pass. It is a copy taken at
+// the start of the forward pass, unaffected by later commands, and its slices hold one element per
+// seed. It is meant for executors of the layer; other code uses [Lattice.Report].
 type Pass struct {
 	Record    bool      // whether the passes record their figures in the lattice
 	Telemetry Telemetry // settings in force at the start
@@ -105,7 +105,7 @@ func (p *Pass) seeds() int {
 	return len(p.Stage)
 }
 
-// Begin fills p for a forward pass that starts now, reusing p's memory.
+// Begin fills p for a forward pass starting now, reusing p's memory.
 //
 // With record set, the caller passes the results to [Lattice.RecordHealth] and
 // [Lattice.RecordGradient], and p.Watch selects the seeds to measure. Otherwise Watch is false for
@@ -148,8 +148,8 @@ func (l *Lattice) Begin(p *Pass, record bool) {
 func (l *Lattice) BeginStep(step int) { l.training.Store(uint64(step)) }
 
 // Draw replaces the α of seeds in Grafting in a pass filled by Begin with a random one; see
-// [WithAlphaNoise]. The same training step draws the same values. It serves blueprints that are
-// part of a graph; Begin draws for the passes of a Kasmina layer.
+// [WithAlphaNoise]. The values depend only on the training step. Draw serves blueprints that are part
+// of a graph, whereas Begin draws for the passes of a Kasmina layer.
 func (l *Lattice) Draw(p *Pass) {
 	noise, step := l.config.Noise, l.training.Load()
 	if noise == 0 {
@@ -163,8 +163,8 @@ func (l *Lattice) Draw(p *Pass) {
 }
 
 // RecordHealth records the measurements of the forward pass p. It calls sample for every seed, from
-// several goroutines at once. Non-finite elements are always counted; everything else is recorded
-// only if p.Record is set.
+// several goroutines concurrently. Non-finite elements are always counted; everything else is
+// recorded only if p.Record is set.
 func (l *Lattice) RecordHealth(p *Pass, sample func(seed int) HealthSample) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -207,8 +207,8 @@ func (l *Lattice) record(r recorder) {
 	l.recorder = recorder{span: r.span}
 }
 
-// recordSpan stores the samples of seeds [lo, hi) and renews their checksums. A seed that did not
-// match its checksum before does not match it afterwards.
+// recordSpan stores the samples of seeds [lo, hi) and updates their checksums, except that a seed
+// that did not match its checksum before does not match it afterwards either.
 func (l *Lattice) recordSpan(lo, hi int) {
 	found := l.sums.Faults(lo, hi, l.seeds.crc)
 	r := &l.recorder
@@ -317,12 +317,12 @@ type Measured struct {
 	Gradient []GradientSample // by seed; nil if no backward pass has reported
 }
 
-// Defer makes passes store what they measure in m instead of the lattice, until Defer is called
-// with nil. Until then the passes belong to the batch that comes ahead batches from now (0 is the
-// next one), and see only figures recorded before the first of these batches.
+// Defer makes passes store their measurements in m instead of the lattice, until Defer is called with
+// nil. Until then, the passes belong to the batch that is ahead batches from now (0 is the next one),
+// and see only figures recorded before the first of these batches.
 //
-// Processes that compute the batches of a step in parallel use it. Each process then records all
-// measurements, in the order of the batches, with [Lattice.Take].
+// It is used by processes that compute the batches of a step in parallel. Each process then records
+// all measurements, in batch order, with [Lattice.Take].
 func (l *Lattice) Defer(m *Measured, ahead int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -333,7 +333,7 @@ func (l *Lattice) Defer(m *Measured, ahead int) {
 	}
 }
 
-// Take records the measurements of a batch, made in this process or another, as if its passes had
+// Take records the measurements of a batch, taken in this process or another, as if its passes had
 // run here and now.
 func (l *Lattice) Take(m Measured) error {
 	if m.Health == nil && m.Gradient == nil {
@@ -416,15 +416,15 @@ func (l *Lattice) digest(sum uint32) uint32 {
 	return crc32.Update(sum, crc32.IEEETable, b)
 }
 
-// Obey carries out commands between the passes of the model, all or none. The goroutine that runs
-// the model calls it; it must already hold the lock of the slots.
+// Obey carries out commands between the passes of the model, all or none. It is called by the
+// goroutine that runs the model, which must already hold the lock of the slots.
 func (n *Network) Obey(commands ...Command) error {
 	defer n.deliver()
 	return n.do(commands)
 }
 
-// ApplyShared is the form of [Network.Apply] for several processes with the same model: each
-// process carries out the commands that were submitted to any process.
+// ApplyShared is the form of [Network.Apply] for several processes with the same model, each of which
+// carries out the commands submitted to any of them.
 //
 // exchange receives the commands submitted here and returns the commands of all processes, in the
 // same order everywhere, and the index of the first own command. If it fails, its error becomes the

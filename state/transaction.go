@@ -51,8 +51,8 @@ func (n *Network) Waiting() bool {
 // commands have been carried out, the reason if they were rejected, or an error wrapping [ErrClosed]
 // if the network is closed, now or before the next Apply. A network without layers answers at once.
 //
-// The goroutine that calls Apply, which includes a trainer's callbacks, must not wait for the
-// channel: it would wait forever. Such code uses [Network.Do].
+// The goroutine that calls Apply, and thus a trainer's callbacks, must not wait for the channel,
+// because it would wait forever. Such code should use [Network.Do].
 func (n *Network) Submit(commands ...Command) <-chan error {
 	done := make(chan error, 1)
 	if len(n.layers) == 0 {
@@ -78,8 +78,8 @@ var errListener = errors.New("state.Submit: a listener panicked before the comma
 var errSubmit = fmt.Errorf("state.Submit: %w: use Network.Do to act at once, or Network.Open when "+
 	"something runs it again", ErrClosed)
 
-// Close declares that Apply will not be called again. All queued commands are answered with an
-// error wrapping ErrClosed, and so are commands submitted later. Nothing else changes.
+// Close declares that Apply will not be called again. All queued commands, and any submitted later,
+// are answered with an error wrapping ErrClosed. Nothing else changes.
 func (n *Network) Close() {
 	for _, s := range n.queue.take(true) {
 		s.done <- errSubmit
@@ -120,11 +120,10 @@ func (n *Network) Apply() {
 	}
 }
 
-// Do carries out commands at once, all or, if one is rejected, none. The error names the rejected
-// command.
+// Do carries out commands at once. If one is rejected, none is carried out, and the error names it.
 //
-// It must be called between the passes of the model, unless the slots have a lock; then Do waits
-// for the end of a pass.
+// It must be called between the passes of the model, unless the slots provide a lock, in which case
+// Do waits for the end of a pass.
 func (n *Network) Do(commands ...Command) error {
 	defer n.deliver()
 	if l, ok := n.slots.(sync.Locker); ok {
@@ -134,7 +133,7 @@ func (n *Network) Do(commands ...Command) error {
 	return n.do(commands)
 }
 
-// do carries out commands as one transaction. The events that they cause stay queued.
+// do carries out commands as one transaction. The resulting events stay queued.
 func (n *Network) do(commands []Command) error {
 	defer n.lockQuietly()()
 	t := transaction{n, map[int]table{}, map[address]undo{}, map[address]SlotParams{}}
@@ -186,7 +185,7 @@ type undo struct {
 	kept *SlotParams // nil if nothing was saved
 }
 
-// do carries out one command and notes the slots that have to be written for it.
+// do carries out one command and notes the slots to be written for it.
 func (t *transaction) do(c Command) error {
 	l := t.Lattice(c.Layer)
 	if len(t.layers) == 0 {
@@ -261,8 +260,8 @@ func (t *transaction) parameters(c Command, slot address, from Stage,
 	return err
 }
 
-// load notes that the weights of a Load command replace the first weights of a slot. Weights beyond
-// them, which the blueprint does not use, stay as they are.
+// load notes that the weights of a Load command replace the first weights of a slot. The remaining
+// weights, which the blueprint does not use, are left unchanged.
 func (t *transaction) load(c Command, slot address) error {
 	if t.slots == nil {
 		return fmt.Errorf("state.Load: %w: seed %d: the network has no slots", ErrArgument, c.Seed)

@@ -7,8 +7,8 @@
 // different sites, and [DryRun] prints the commands of a controller. [Governor] supervises them and
 // rolls harmful blueprints back.
 //
-// A trainer takes a controller through llm.Trainer's Grow. Before a run it calls the methods Check,
-// Parameters, Costs, Affords, LeastEpochs and Heard of a controller that has them.
+// Pass a controller to a trainer with llm.Trainer's method Grow. Before a run, the trainer calls the
+// controller's methods Check, Parameters, Costs, Affords, LeastEpochs and Heard, where they exist.
 package control
 
 import (

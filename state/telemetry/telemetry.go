@@ -1,5 +1,5 @@
-// Package telemetry defines the figures that are measured of seeds, the settings that determine
-// when, and the arithmetic that combines the figures of several passes. Everything here is pure;
+// Package telemetry defines the figures measured on seeds, the settings that determine when they are
+// measured, and the arithmetic that combines the figures of several passes. All functions are pure;
 // package state holds the figures of seeds.
 package telemetry
 
@@ -107,8 +107,8 @@ func (c Config) Check() error {
 	return nil
 }
 
-// Watches reports whether a seed's figures are collected in the given pass. The sampled seeds of a
-// pass are spread evenly over the lattice and move on by one share from pass to pass, so that every
+// Watches reports whether a seed's figures are collected in the given pass. The seeds sampled in a
+// pass are spread evenly over the lattice and shift by one share from pass to pass, so that every
 // seed gets its turn.
 func (c Config) Watches(seed int, step uint64) bool {
 	switch c.Mode {
@@ -128,10 +128,9 @@ func (c Config) Watches(seed int, step uint64) bool {
 	return true
 }
 
-// Health holds six figures of a seed's input chunk before any clamp. Non-finite elements are
-// excluded; they are counted separately. In a state.Report, Variance and DeadRatio have the
-// precision of float32, and the other figures have the precision of bfloat16, 2⁻⁹, with the same
-// range.
+// Health holds six figures of a seed's input chunk before any clamp. Non-finite elements are excluded
+// and counted separately. In a state.Report, Variance and DeadRatio are as precise as float32,
+// whereas the other figures have the precision (2⁻⁹) and range of bfloat16.
 type Health struct {
 	Variance  float64 // mean squared deviation from the mean
 	Mean      float64
@@ -141,8 +140,8 @@ type Health struct {
 }
 
 // Gradient holds three figures of the gradient of a seed's output chunk before any clipping. In a
-// state.Report, Norm has the precision of float32, and the others have the precision of bfloat16, 2⁻⁹,
-// with the same range.
+// state.Report, Norm is as precise as float32, whereas the others have the precision (2⁻⁹) and range
+// of bfloat16.
 type Gradient struct {
 	Norm     float64 // square root of the sum of squares
 	Variance float64
@@ -153,7 +152,7 @@ type Gradient struct {
 // numbers.
 type Moments struct{ Count, Mean, Variance float64 }
 
-// Valid reports whether a set of finite numbers can have these moments.
+// Valid reports whether these moments are possible for a set of finite numbers.
 func (m Moments) Valid() bool {
 	return m.Count >= 0 && m.Variance >= 0 && m.Count-m.Count == 0 &&
 		m.Mean-m.Mean == 0 && m.Variance-m.Variance == 0
@@ -185,7 +184,7 @@ type HealthSample struct {
 	Health Health // reduced according to state.Pass.Telemetry
 	// Moments of all finite elements, regardless of the reduction; Count 0 if not measured.
 	Moments   Moments
-	NonFinite int        // number of elements that are NaN or Inf
+	NonFinite int        // number of NaN and Inf elements
 	Histogram *Histogram // in mode Debug; otherwise nil. It is copied.
 }
 
@@ -207,8 +206,8 @@ func Drift(mean0, variance0, mean1, variance1 float64) float64 {
 	return math.Max(math.Abs(rms1-rms0), math.Abs(mean1-mean0)) / rms0
 }
 
-// Timing is the measured time of one run of a layer, forward or backward. The executor of the layer
-// may measure it as rarely as it likes.
+// Timing is the measured time of one run of a layer, forward or backward. The layer's executor may
+// measure it as rarely as it likes.
 type Timing struct {
 	Kernel    time.Duration // duration of the layer's arithmetic
 	Telemetry time.Duration // additional time for telemetry and the lattice's bookkeeping
