@@ -21,8 +21,8 @@ func mustWrite(t *testing.T, path, text string) {
 	}
 }
 
-// TestKeepsTheOldOne checks that an error, whatever its cause, changes nothing.
-func TestKeepsTheOldOne(t *testing.T) {
+// TestErrorPreservesFile checks that an error, whatever its cause, changes nothing.
+func TestErrorPreservesFile(t *testing.T) {
 	dir := t.TempDir()
 	mustWrite(t, filepath.Join(dir, "file"), "old")
 	if err := os.MkdirAll(filepath.Join(dir, "folder", "full"), 0o777); err != nil {
@@ -64,7 +64,7 @@ func TestKeepsTheOldOne(t *testing.T) {
 	}
 }
 
-func TestKeepsLink(t *testing.T) {
+func TestPreservesLink(t *testing.T) {
 	dir := t.TempDir()
 	target, link := filepath.Join(dir, "step-1"), filepath.Join(dir, "latest")
 	mustWrite(t, target, "1")
@@ -89,14 +89,14 @@ func TestStale(t *testing.T) {
 	path := filepath.Join(dir, "model")
 	digits := strings.Repeat("d", randomDigits)
 	dead := filepath.Join(dir, prefixOf("model")+digits+nameSuffix)
-	keep := []string{
+	kept := []string{
 		filepath.Join(dir, prefixOf("other")+digits+nameSuffix),
 		filepath.Join(dir, prefixOf("model")+digits),
 		filepath.Join(dir, prefixOf("model")+strings.Repeat("x", randomDigits)+nameSuffix),
 		filepath.Join(dir, prefixOf("model")+"notes.txt"),
 	}
 
-	for _, name := range append(keep, dead) {
+	for _, name := range append(kept, dead) {
 		if err := os.WriteFile(name, nil, 0o666); err != nil {
 			t.Fatal(err)
 		}
@@ -114,7 +114,7 @@ func TestStale(t *testing.T) {
 		t.Error("the file of a killed writer is still there")
 	}
 
-	for _, name := range append(keep, running.Name()) {
+	for _, name := range append(kept, running.Name()) {
 		if !exists(name) {
 			t.Errorf("%s is gone", filepath.Base(name))
 		}

@@ -28,7 +28,7 @@ func Move(from, to string) error {
 	}
 
 	if err := os.Link(from, to); err != nil {
-		if _, there := os.Lstat(to); there == nil {
+		if _, missing := os.Lstat(to); missing == nil {
 			return exists(to)
 		}
 		return moveOver(from, to)

@@ -24,7 +24,7 @@ func renameNew(from, to string) error {
 		return nil
 	}
 
-	if _, there := os.Lstat(to); there == nil && !errors.Is(err, windows.ERROR_SHARING_VIOLATION) {
+	if _, missing := os.Lstat(to); missing == nil && !errors.Is(err, windows.ERROR_SHARING_VIOLATION) {
 		err = os.ErrExist // Windows reports "access denied" if a directory exists there
 	}
 

@@ -244,8 +244,8 @@ func smaller(t *testing.T, c Case, m Device, failure *Failure, f Flags, folder s
 
 func panics(f *Failure) bool { return strings.HasPrefix(f.Err.Error(), "panic: ") }
 
-// scratch returns a folder for the files of runs. The folder is in memory if the system supports it, because
-// the runs write and sync thousands of files.
+// scratch returns a folder for the files of runs. The folder is in memory if the system supports it,
+// because the runs write and sync thousands of files.
 func scratch(t *testing.T) string {
 	const memory = "/dev/shm"
 	if s, err := os.Stat(memory); err == nil && s.IsDir() {

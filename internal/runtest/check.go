@@ -241,8 +241,8 @@ func (k *checker) same(property, what string, r *rig, from int, loose bool) {
 func (k *checker) alike(property, what string, a, b *rig, from int) {
 	for step := from + 1; step <= a.tr.Step(); step++ {
 		x, ok := a.figures[step]
-		y, there := b.figures[step]
-		if ok && there && x != y {
+		y, found := b.figures[step]
+		if ok && found && x != y {
 			k.fail(property, "%s: step %d has different figures", what, step)
 		}
 	}

@@ -138,8 +138,8 @@ func (k *checker) faultOfMachine() {
 // ended sets the outcome of the fault.
 func (k *checker) ended(how string) { k.Outcome = how }
 
-// absorbed checks a run that has continued after a failure. The trainer must have reported the failure and
-// abandoned a growth. Otherwise, the run must equal a run with orders to abandon that growth.
+// absorbed checks a run that has continued after a failure. The trainer must have reported the failure
+// and abandoned a growth. Otherwise, the run must equal a run with orders to abandon that growth.
 func (k *checker) absorbed(r *rig, what string) {
 	if !slices.ContainsFunc(r.told, func(t told) bool { return errors.Is(t.err, ErrInjected) }) {
 		k.fail(Unharmed, "%s: the failure is not reported", what)

@@ -467,8 +467,8 @@ func (g *generator) fault() *Fault {
 	return f
 }
 
-// OnlyFault changes a generated case so that an operation fails and no optional properties are checked. It
-// returns false if no operation can fail.
+// OnlyFault changes a generated case so that an operation fails and no optional properties are
+// checked. It returns false if no operation can fail.
 func OnlyFault(c *Case, m Device) bool {
 	g := &generator{Rand: rand.New(rand.NewPCG(c.Seed, 5)), limits: m.Limits}
 	f := g.fault()

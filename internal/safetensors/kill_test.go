@@ -125,9 +125,9 @@ func TestKill(t *testing.T) {
 
 // saver is a process that saves.
 type saver struct {
-	t     *testing.T
-	lines *bufio.Scanner
-	begun uint64 // version being saved
+	t       *testing.T
+	lines   *bufio.Scanner
+	started uint64 // version being saved
 }
 
 // next waits until the process starts a version, having saved all previous ones. It returns false
@@ -141,7 +141,7 @@ func (s *saver) next() bool {
 		s.t.Errorf("the saving process says %q", s.lines.Text())
 		return false
 	}
-	s.begun = v
+	s.started = v
 	return true
 }
 
@@ -168,7 +168,7 @@ func killSaver(t *testing.T, path string, first uint64, moment func(*saver)) uin
 	for s.next() {
 	}
 	cmd.Wait() // reports the kill
-	return s.begun - 1
+	return s.started - 1
 }
 
 // loadVersion loads the file and checks that it is a complete version.

@@ -181,10 +181,10 @@ func TestOtherByteOrder(t *testing.T) {
 	here := mustSave(t, path, []Tensor{{"x", U32, []int{2}, data}}, nil)
 	hostIsLittleEndian = !hostIsLittleEndian
 	defer func() { hostIsLittleEndian = !hostIsLittleEndian }()
-	there := mustSave(t, path, []Tensor{{"x", U32, []int{2}, data}}, nil)
+	other := mustSave(t, path, []Tensor{{"x", U32, []int{2}, data}}, nil)
 	swapBytes(here[len(here)-8:], 4)
-	if !bytes.Equal(here[len(here)-8:], there[len(there)-8:]) {
-		t.Errorf("data % x, expected % x", there[len(there)-8:], here[len(here)-8:])
+	if !bytes.Equal(here[len(here)-8:], other[len(other)-8:]) {
+		t.Errorf("data % x, expected % x", other[len(other)-8:], here[len(here)-8:])
 	}
 
 	loaded, _, err := Load(path)
@@ -315,21 +315,21 @@ func TestSources(t *testing.T) {
 	x, err := New("x", []int{3}, []float32{1, 2, 3})
 	require.NoError(t, err)
 	dir := t.TempDir()
-	whole, made := filepath.Join(dir, "whole"), filepath.Join(dir, "made")
+	whole, generated := filepath.Join(dir, "whole"), filepath.Join(dir, "generated")
 	require.NoError(t, Save(whole, []Tensor{x}, nil))
 	source := x.source()
-	require.NoError(t, SaveSources(made, []Source{source}, nil))
+	require.NoError(t, SaveSources(generated, []Source{source}, nil))
 	want, err := os.ReadFile(whole)
 	require.NoError(t, err)
-	got, err := os.ReadFile(made)
+	got, err := os.ReadFile(generated)
 	require.NoError(t, err)
 	require.Equal(t, want, got)
 	source.Shape = []int{4}
-	require.ErrorIs(t, SaveSources(made, []Source{source}, nil), ErrInvalid)
-	got, err = os.ReadFile(made)
+	require.ErrorIs(t, SaveSources(generated, []Source{source}, nil), ErrInvalid)
+	got, err = os.ReadFile(generated)
 	require.NoError(t, err)
 	require.Equal(t, want, got)
-	f, err := Open(made)
+	f, err := Open(generated)
 	require.NoError(t, err)
 	defer f.Close()
 	var all []byte

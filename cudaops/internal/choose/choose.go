@@ -195,8 +195,8 @@ func (t *Chooser) choose(j program.Group) (variant int, c *optime.Choice, err er
 	return variant, c, nil
 }
 
-// fastestStored returns the fastest of the variants in left. It uses the stored choice if there is one and
-// otherwise times the variants and stores the result.
+// fastestStored returns the fastest of the variants in left. It uses the stored choice if there is one
+// and otherwise times the variants and stores the result.
 func (t *Chooser) fastestStored(j program.Group, left []int, c *optime.Choice) (int, error) {
 	build := t.x.Kernels.Build()
 	if blas, err := t.x.Ctx.Blas(); err == nil {
@@ -241,7 +241,8 @@ func (t *Chooser) fastestStored(j program.Group, left []int, c *optime.Choice) (
 	return variant, nil
 }
 
-// warnNotTimed reports why a group is not timed. Running out of memory is harmless, so it is logged only once.
+// warnNotTimed reports why a group is not timed. Running out of memory is harmless, so it is logged
+// only once.
 func (t *Chooser) warnNotTimed(j program.Group, err error) {
 	if !errors.Is(err, gpu.OutOfMemory) {
 		t.Warn(fmt.Sprintf("%s %s is not tuned: %v", j.Op, j.Shape, err))

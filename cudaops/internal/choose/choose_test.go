@@ -91,9 +91,9 @@ func TestSameJobOnce(t *testing.T) {
 	require.Equal(t, []optime.Choice{*choices[0], *choices[1]}, chooser.Choices())
 }
 
-// TestAgain checks that the next program of a graph keeps the choices of the previous one, even if the
+// TestReset checks that the next program of a graph keeps the choices of the previous one, even if the
 // rules have changed.
-func TestAgain(t *testing.T) {
+func TestReset(t *testing.T) {
 	chooser, _ := newTestChooser(t, Config{Mode: Off}, "Norm=narrow")
 	_, _, err := chooser.choose(norm("[3, 5]"))
 	require.NoError(t, err)

@@ -19,9 +19,9 @@ const (
 	// minGain is the fraction of time that a variant must save to replace the first. Smaller differences
 	// are noise.
 	minGain = 0.01
-	// eliminateAbove is the multiple of the best time beyond which a variant is eliminated after eliminationRounds
-	// timings. Several timings are needed because a single delay of the host could make any variant look
-	// slow.
+	// eliminateAbove is the multiple of the best time beyond which a variant is eliminated after
+	// eliminationRounds timings. Several timings are needed because a single delay of the host could
+	// make any variant look slow.
 	eliminateAbove, eliminationRounds = 1.5, 3
 	// The loadMost fastest variants, if within loadNear times the best time, are also timed under load.
 	loadNear, loadMost = 1.05, 3
@@ -379,8 +379,8 @@ func (x *timer) result(variant int) ([][]float32, error) {
 	return results, nil
 }
 
-// decodeWritten decodes a result. A NaN computed by a variant is returned as infinity, so that NaN denotes
-// memory in gaps between rows, which still holds the fill value set by result.
+// decodeWritten decodes a result. A NaN computed by a variant is returned as infinity, so that NaN
+// denotes memory in gaps between rows, which still holds the fill value set by result.
 func decodeWritten(raw []byte, kind gpu.DType) []float32 {
 	numbers, size := make([]float32, len(raw)/kind.Size()), kind.Size()
 	gpu.Decode(numbers, kind, raw)

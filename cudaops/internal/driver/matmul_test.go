@@ -180,17 +180,17 @@ func TestMatmulDepth(t *testing.T) {
 				WorkspaceSize: limit}, 0))
 			got := make([]byte, 2*m*n)
 			ok(t, r.CopyToHost(got, pd, 0))
-			apart := 0
+			farOff := 0
 			for j, v := range values(dt, got) {
 				// Half the gap between two numbers, plus the error of a float32 sum when tensor cores
 				// truncate digits.
 				gap := math.Ldexp(1, math.Ilogb(sums[j]/256)-map[gpu.DType]int{gpu.BFloat16: 7,
 					gpu.Float16: 10}[dt])
 				if !(math.Abs(v-sums[j]/256) <= 0.5*gap+2e-5) {
-					apart++
+					farOff++
 				}
 			}
-			worst, split = max(worst, apart), split || variant.Workspace > 0
+			worst, split = max(worst, farOff), split || variant.Workspace > 0
 		}
 		if t.Logf("%v: %d variants, some with workspace: %v, at most %d of %d rounded elsewhere", dt,
 			len(p.Algos()), split, worst, m*n); worst > m*n/20 {

@@ -210,8 +210,8 @@ func (l *layer) address(word int) gpu.Ptr {
 	return l.m.Program.Reports.Ptr().Offset(4 * l.ReportOffset(word))
 }
 
-// chunksMoved returns the number of seed-sized chunks that the last run's backward pass moved: the gradient of
-// y, x where needed, and the gradient of x where written.
+// chunksMoved returns the number of seed-sized chunks that the last run's backward pass moved: the
+// gradient of y, x where needed, and the gradient of x where written.
 func (l *layer) chunksMoved(inPlace bool) int {
 	n := l.State.Seeds
 	if l.State.Wide { // seeds that mix; the loop below counts them like Residual ones
@@ -383,9 +383,9 @@ func (l *layer) deliver(f *flight, report []byte) error {
 	return errors.Join(err, ignoreScaledOverflow(f.pass.RecordGradient(gradient), f.scale))
 }
 
-// ignoreScaledOverflow returns the error of a backward pass, except for non-finite gradients at a loss scale
-// above 1. The scale itself may have caused them, so they are counted and the step is skipped. At a scale
-// of 1 there is another cause.
+// ignoreScaledOverflow returns the error of a backward pass, except for non-finite gradients at a loss
+// scale above 1. The scale itself may have caused them, so they are counted and the step is skipped.
+// At a scale of 1 there is another cause.
 func ignoreScaledOverflow(err error, scale float32) error {
 	if scale > 1 && errors.Is(err, op.ErrNonFinite) {
 		return nil

@@ -106,8 +106,8 @@ func (ls *Layers) RunWithoutTelemetry(c *program.Call) error {
 	return l.m.Launch(pass)
 }
 
-// RecordTiming records a pass's times in the layer's lattice: the time without telemetry, and the time of the
-// whole pass.
+// RecordTiming records a pass's times in the layer's lattice: the time without telemetry, and the time
+// of the whole pass.
 func (ls *Layers) RecordTiming(c *program.Call, unmeasured, whole time.Duration) {
 	p := c.Params.(*program.KasminaPass)
 	l := ls.of[p.Layer]
@@ -127,7 +127,8 @@ func (ls *Layers) RecordTiming(c *program.Call, unmeasured, whole time.Duration)
 // the device. Runs that involve the host cannot be captured. Graphs captured earlier are kept until the
 // layer returns.
 
-// chooseProcessor decides where the current run computes the layer, given the error from encoding its state.
+// chooseProcessor decides where the current run computes the layer, given the error from encoding its
+// state.
 func (l *layer) chooseProcessor(err error) error {
 	var kind *kasminakernel.KindError
 	l.onHost = errors.As(err, &kind)
@@ -144,9 +145,9 @@ func (l *layer) chooseProcessor(err error) error {
 	return nil
 }
 
-// computeOnHost computes a node of a layer with its op, and copies the result to the arrays out. An input is
-// nil if the op only depends on its order. As in all host computations, gradients are given to the op
-// without the loss scale.
+// computeOnHost computes a node of a layer with its op, and copies the result to the arrays out. An
+// input is nil if the op only depends on its order. As in all host computations, gradients are given
+// to the op without the loss scale.
 func (m *Runtime) computeOnHost(n *gorgonia.Node, in []*program.Array, out ...*program.Array) error {
 	args := make(opbase.Args, len(in))
 	for i, a := range in {

@@ -56,9 +56,9 @@ func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array
 	return c.converted(n, c.o.Activation, []int{rows, all[0].Shape[1]}, all...)
 }
 
-// converted returns the elements of arrays, converted to type t and concatenated. Equal conversions share a
-// result, and arrays that already have the type and are contiguous, as frozen parameters in their
-// owning program can be, are returned without a copy.
+// converted returns the elements of arrays, converted to type t and concatenated. Equal conversions
+// share a result, and arrays that already have the type and are contiguous, as frozen parameters in
+// their owning program can be, are returned without a copy.
 //
 // Conversions of parameters and constants are resident, and updated along with their inputs. Other
 // conversions are repeated in every run.

@@ -155,8 +155,8 @@ func (c *compiler) lowerAll(results gorgonia.Nodes) {
 	}
 }
 
-// accumulate adds the gradient of each parameter to a resident sum. The additions come last, so that a run
-// that fails in an op on the host adds nothing.
+// accumulate adds the gradient of each parameter to a resident sum. The additions come last, so that a
+// run that fails in an op on the host adds nothing.
 func (c *compiler) accumulate() {
 	c.Sums = map[*gorgonia.Node]*program.Array{}
 	for _, p := range c.o.Params {

@@ -97,8 +97,8 @@ func (c *compiler) available(n *gorgonia.Node) *program.Array {
 	return c.Values[n]
 }
 
-// availableActivation returns the value of a node if it is available, contiguous and stored in the activation
-// type, and otherwise nil.
+// availableActivation returns the value of a node if it is available, contiguous and stored in the
+// activation type, and otherwise nil.
 func (c *compiler) availableActivation(n *gorgonia.Node) *program.Array {
 	if a := c.available(n); a != nil && a.Buffer != nil && a.Stride == 0 && a.Type == c.o.Activation {
 		return a

@@ -204,8 +204,8 @@ func linearInEach(_ *gorgonia.Node, c carriers) (bool, bool) { return true, c.co
 // linearInAll is the linearity of an op that is linear in all inputs jointly.
 func linearInAll(_ *gorgonia.Node, c carriers) (bool, bool) { return true, c.count() == len(c) }
 
-// linearInSecond is the linearity of an op that is linear in the second input and uses only the shape of the
-// first.
+// linearInSecond is the linearity of an op that is linear in the second input and uses only the shape
+// of the first.
 func linearInSecond(_ *gorgonia.Node, c carriers) (bool, bool) { return c[1], true }
 
 // sizeOnly is the linearity of an op that uses only shapes.

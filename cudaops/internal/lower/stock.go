@@ -68,8 +68,8 @@ func integers(s string) []int {
 	return all
 }
 
-// splitAt returns the product of the dimensions before an axis, the dimension of the axis, and the product
-// of the dimensions after it.
+// splitAt returns the product of the dimensions before an axis, the dimension of the axis, and the
+// product of the dimensions after it.
 func splitAt(s tensor.Shape, axis int) (outer, n, inner int) {
 	return opbase.Size(s[:axis]), s[axis], opbase.Size(s[axis+1:])
 }

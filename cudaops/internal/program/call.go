@@ -50,8 +50,8 @@ func Prepared(launch any, args ...Arg) *Call {
 	})}
 }
 
-// InPlace names a result that may be written over an operand, provided that no later call needs the operand.
-// From is nil if the call does not support this.
+// InPlace names a result that may be written over an operand, provided that no later call needs the
+// operand. From is nil if the call does not support this.
 type InPlace struct{ From, To *Array }
 
 // Arg is an operand of a call: an array, how the call uses it, and the field of the launch that receives
@@ -143,7 +143,8 @@ func (c *Call) Operand(field *gpu.Ptr) *Arg {
 	return nil
 }
 
-// Conflicts reports whether c and d must keep their order because one writes to a buffer that the other uses.
+// Conflicts reports whether c and d must keep their order because one writes to a buffer that the
+// other uses.
 func (c *Call) Conflicts(d *Call) bool {
 	writes := func(c, d *Call) bool {
 		return slices.ContainsFunc(c.Args, func(a Arg) bool {

@@ -86,9 +86,9 @@ type QuantizedWeight struct {
 	Rows, Transposed Quantized
 }
 
-// Conversions maps each conversion in a program to its result, so that no array is converted twice. Results that
-// derive only from parameters and constants are resident, and programs that borrow these parameters share
-// the results.
+// Conversions maps each conversion in a program to its result, so that no array is converted twice.
+// Results that derive only from parameters and constants are resident, and programs that borrow these
+// parameters share the results.
 type Conversions map[Conversion]Quantized
 
 // Conversion identifies a conversion: one array converted to another type, or up to three arrays stacked
@@ -116,8 +116,8 @@ func NewConversion(to gpu.DType, of ...*Array) (m Conversion) {
 	return m
 }
 
-// BorrowConversions returns the resident conversions, which another program may share. The conversions of a nil
-// program are an empty map.
+// BorrowConversions returns the resident conversions, which another program may share. The conversions
+// of a nil program are an empty map.
 func (p *Program) BorrowConversions() Conversions {
 	m := Conversions{}
 	if p != nil {

@@ -65,7 +65,8 @@ const (
 	KasminaWords    = KasminaBins + kasmina.Bins
 )
 
-// ReportOffset returns the offset, in words, of one of the layer's arrays within the report of all layers.
+// ReportOffset returns the offset, in words, of one of the layer's arrays within the report of all
+// layers.
 func (l *KasminaLayer) ReportOffset(word int) int {
 	return KasminaWords*l.First + word*l.State.Seeds
 }

@@ -65,8 +65,8 @@ func (r *Runner) Carried(n *gorgonia.Node) float32 {
 	return 1
 }
 
-// ComputeOnHost computes a node with its op's Do method, copying the operands from the device and the result
-// back to it.
+// ComputeOnHost computes a node with its op's Do method, copying the operands from the device and the
+// result back to it.
 func (r *Runner) ComputeOnHost(p program.HostOp) error {
 	values := make([]gorgonia.Value, len(p.In))
 	for i, a := range p.In {

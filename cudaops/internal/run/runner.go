@@ -22,8 +22,8 @@ type Attendant interface {
 // Overlap is work on a second stream that overlaps the calls of a run, such as an exchange with other
 // GPUs.
 type Overlap interface {
-	// NextMode returns the kind of work that overlaps the current run; each kind is captured separately. If
-	// captured is false, the run is enqueued call by call instead.
+	// NextMode returns the kind of work that overlaps the current run; each kind is captured
+	// separately. If captured is false, the run is enqueued call by call instead.
 	NextMode() (kind byte, captured bool)
 	// EnqueueCalls enqueues the calls of a run together with the overlapping work.
 	EnqueueCalls(calls []*program.Call) error

@@ -73,8 +73,8 @@ func (s *Inputs) sourcesOf(in *program.Input) ([]source, error) {
 		{in.Copies[0].Array, in.Node, raw, stored}}, nil
 }
 
-// hostElements returns the memory of a value, checked to fit in array a, and the type of the elements in that
-// memory: 64-bit integers, since device programs are 64-bit, or float32.
+// hostElements returns the memory of a value, checked to fit in array a, and the type of the elements
+// in that memory: 64-bit integers, since device programs are 64-bit, or float32.
 func hostElements(v gorgonia.Value, a *program.Array) (raw []byte, stored gpu.DType, err error) {
 	flat, err := opbase.Flat(v)
 	if err != nil {

@@ -8,9 +8,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// DeferProducts moves to the end the last n products that no later call depends on. While they are computed,
-// results of the earlier calls can be sent to other GPUs. In a language model, this covers the gradient
-// of the embedding table, which is the largest and is computed last.
+// DeferProducts moves to the end the last n products that no later call depends on. While they are
+// computed, results of the earlier calls can be sent to other GPUs. In a language model, this covers
+// the gradient of the embedding table, which is the largest and is computed last.
 func DeferProducts(p *program.Program, n int) {
 	for i := len(p.Calls) - 1; i >= 0 && n > 0; i-- {
 		c, rest := p.Calls[i], p.Calls[i+1:]

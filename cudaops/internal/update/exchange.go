@@ -154,8 +154,8 @@ func (x *Optimizer) NextMode() (kind byte, captured bool) {
 	return 'g', !x.uncaptured
 }
 
-// EnqueueCalls enqueues the calls of a run. Before a call that is the first to read certain parameters, it
-// waits for these parameters.
+// EnqueueCalls enqueues the calls of a run. Before a call that is the first to read certain
+// parameters, it waits for these parameters.
 //
 // If gradients are sent during the run, each bucket is sent as soon as its gradients are complete, and
 // the machine's stream finally waits for the exchange.
@@ -257,17 +257,17 @@ func ptr(p gpu.Ptr) comm.Ptr { return comm.Ptr(p) }
 
 // addUp adds the contributions of a round to the sum of a part, in the order of ranks.
 func (x *Optimizer) addUp(p *part, r round, on *run.Executor) error {
-	keep := 1.0
+	beta := 1.0
 	if r.first {
-		keep = 0
+		beta = 0
 	}
 
 	for _, at := range p.contributed[:r.contributors] {
 		if err := on.Launch(elementwise.Axpby{Y: p.sum, YType: gpu.Float32, X: at,
-			XType: x.Params[p.param].Grad.Type, Alpha: 1, Beta: keep, N: p.len()}); err != nil {
+			XType: x.Params[p.param].Grad.Type, Alpha: 1, Beta: beta, N: p.len()}); err != nil {
 			return err
 		}
-		keep = 1
+		beta = 1
 	}
 
 	return nil

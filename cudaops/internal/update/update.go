@@ -128,8 +128,9 @@ func (x *Optimizer) allocate() (err error) {
 	return nil
 }
 
-// uploadApartFlags informs the device which sums of squares belong to gradients that are clipped separately. The
-// flags are in the order of the sums. The last sum belongs to the loss rather than to a gradient.
+// uploadApartFlags informs the device which sums of squares belong to gradients that are clipped
+// separately. The flags are in the order of the sums. The last sum belongs to the loss rather than to
+// a gradient.
 func (x *Optimizer) uploadApartFlags() (err error) {
 	flags := make([]byte, x.sums())
 	for i, p := range x.chunks {

@@ -147,7 +147,8 @@ func (c *Context) withEventAndStream(call string, e gpu.Event, s gpu.Stream,
 	})
 }
 
-// atLaunch is like withEventAndStream, but records a piece that runs at each launch of the captured graph.
+// atLaunch is like withEventAndStream, but records a piece that runs at each launch of the captured
+// graph.
 func (c *Context) atLaunch(call string, e gpu.Event, s gpu.Stream,
 	piece func(*event, *stream) op) error {
 	return c.withEventAndStream(call, e, s, func(ev *event, st *stream) error {
