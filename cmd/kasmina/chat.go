@@ -207,8 +207,8 @@ func (t *talk) answer(ctx context.Context, text string) error {
 	return write(decoder.Flush())
 }
 
-// prompt returns the tokens of the conversation. It leaves out the oldest messages if the conversation
-// fills more than half of the model's context, so that there is room for an answer.
+// prompt returns the tokens of the conversation. To leave room for an answer, it drops the oldest messages
+// of a conversation that fills more than half of the model's context.
 func (t *talk) prompt(text string) ([]int, error) {
 	m := t.model
 	for {

@@ -24,7 +24,7 @@ type job struct {
 	oneTool bool     // whether the first call ends the answer
 }
 
-// A choice is one of the answers to a request.
+// A choice describes one answer to a request.
 type choice struct {
 	prompt   []int
 	limit    int // largest number of tokens to draw
@@ -35,7 +35,7 @@ type choice struct {
 type piece struct {
 	choice int
 	text   string
-	tokens []token // those whose text begins in the pieces so far, if requested
+	tokens []token // the tokens of the text, if requested
 	call   *toolCall
 	end    *ending // in the last piece
 }
@@ -47,15 +47,15 @@ type token struct {
 	start int // number of bytes of the answer before it
 }
 
-// A toolCall asks the client to call a function.
+// A toolCall is a request of the model to call a function.
 type toolCall struct {
 	name      string
 	arguments string // a JSON object
 }
 
-// An ending says why an answer ended.
+// An ending describes the end of an answer.
 type ending struct {
-	reason   string // one of the constants below
+	reason   string // endStop, endLength or endTools
 	stopText string // stop text that ended the answer, if any
 	drawn    int    // number of tokens
 }
@@ -222,7 +222,7 @@ type output struct {
 	called   bool
 }
 
-// note remembers the log-probabilities of a token whose text is written next.
+// note stores the log-probabilities of a token before its text is written.
 func (o *output) note(id int, s *sampler.Sampler) {
 	o.tokens = append(o.tokens, token{sampler.TokenProb{ID: id, LogProb: s.LogProb()},
 		slices.Clone(s.Top()), o.written})
@@ -308,7 +308,7 @@ func (o *output) finish(end ending) error {
 // A cutter ends a text before the first stop text.
 type cutter struct {
 	stops []string
-	held  string // the start of what may become a stop text
+	held  string // a possible start of a stop text
 }
 
 // add returns the text that is certainly before any stop text. If the text contains one, found is true
@@ -333,7 +333,7 @@ func (c *cutter) add(text string) (released, stop string, found bool) {
 	return text[:at], "", false
 }
 
-// overlap returns the length of the longest end of a text that is the start of s, but not all of it.
+// overlap returns the length of the longest proper prefix of s that is a suffix of the text.
 func overlap(text, s string) int {
 	for n := min(len(text), len(s)-1); n > 0; n-- {
 		if strings.HasSuffix(text, s[:n]) {

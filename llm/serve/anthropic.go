@@ -56,7 +56,7 @@ func (f *messagesFormat) whole(results []result) any {
 	return f.object(content, reason, stop, r.drawn)
 }
 
-// named returns an event whose type is its name.
+// named returns an event with its name as the type.
 func named(name string, members map[string]any) event {
 	members["type"] = name
 	return event{name: name, data: members}
@@ -66,7 +66,7 @@ func (f *messagesFormat) start() []event {
 	return []event{named("message_start", map[string]any{"message": f.object([]any{}, nil, nil, 0)})}
 }
 
-// begin ends the current content block and begins another one.
+// begin ends the current content block and starts another one.
 func (f *messagesFormat) begin(kind string, block map[string]any) (events []event) {
 	events = f.end()
 	f.open, block["type"] = kind, kind
@@ -165,7 +165,7 @@ func (s *Server) countTokens(w http.ResponseWriter, r *http.Request) {
 	writeJSON(w, http.StatusOK, map[string]int{"input_tokens": len(prompt)})
 }
 
-// messagesJob reads what the requests of Anthropic's API have in common.
+// messagesJob reads the common parameters of Anthropic's API.
 func (s *Server) messagesJob(p *params) (*job, *conversation, error) {
 	m, err := s.find(p.text("model"))
 	if p.err != nil {
@@ -193,7 +193,7 @@ func (s *Server) messagesJob(p *params) (*job, *conversation, error) {
 	return j, con, p.err
 }
 
-// readMessageTools reads the tools and converts them to those of OpenAI's API.
+// readMessageTools reads the tools and converts them to the format of OpenAI's API.
 func (c *conversation) readMessageTools(p *params, j *job) {
 	var tools []struct {
 		Type, Name, Description string
@@ -281,7 +281,8 @@ func (c *conversation) readMessages(p *params) error {
 	return nil
 }
 
-// blocks converts a message of Anthropic's API, whose results of tools become messages of their own.
+// blocks converts a message of Anthropic's API to messages of OpenAI's API. Each result of a tool becomes a
+// separate message.
 func blocks(role string, raw json.RawMessage, where string) ([]message, error) {
 	var text string
 	if json.Unmarshal(raw, &text) == nil && !isNull(raw) {

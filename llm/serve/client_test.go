@@ -36,7 +36,7 @@ func serveTiny(t *testing.T, o Options) *client {
 	return serveModel(t, model, o)
 }
 
-// greedy returns the text that a generator of its own continues a prompt with, up to n tokens.
+// greedy continues a prompt by up to n tokens with a separate generator.
 func greedy(t *testing.T, prompt []int, n int) string {
 	m, err := hf.Load(t.Context(), tiny)
 	require.NoError(t, err)
@@ -61,8 +61,8 @@ func greedy(t *testing.T, prompt []int, n int) string {
 	return text.String()
 }
 
-// TestOpenAIClient uses the server with OpenAI's own client, and compares answers with those of a
-// generator.
+// TestOpenAIClient uses the server through OpenAI's client and compares the answers with a generator's
+// texts.
 func TestOpenAIClient(t *testing.T) {
 	noLeak(t)
 	c := serveTiny(t, Options{Keys: []string{"secret"}})
@@ -121,8 +121,8 @@ func TestOpenAIClient(t *testing.T) {
 	require.Equal(t, 401, failed.StatusCode)
 }
 
-// TestManyClients lets 32 clients use the server for a while. Some disconnect in the middle, and some send
-// nonsense. All others get the same text that a single client gets, and nothing is left behind.
+// TestManyClients lets 32 clients use the server for a while. Some disconnect and some send nonsense. All
+// other clients must get the same text as a single client, and no slot or goroutine may leak.
 func TestManyClients(t *testing.T) {
 	noLeak(t)
 	c := serveTiny(t, Options{Slots: 8, Queue: 20})

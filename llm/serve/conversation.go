@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
 )
 
-// A conversation is what a chat template renders.
+// A conversation holds the input of a chat template.
 type conversation struct {
 	model     *Model
 	messages  json.RawMessage // an array, as in OpenAI's API

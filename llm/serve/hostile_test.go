@@ -22,8 +22,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
-// noLeak fails a test that leaves goroutines behind. It must be called before anything else registers a
-// cleanup.
+// noLeak fails a test that leaks goroutines. It must be called before anything else registers a cleanup.
 func noLeak(t *testing.T) {
 	t.Helper()
 	http.DefaultClient.CloseIdleConnections()
@@ -42,8 +41,8 @@ func noLeak(t *testing.T) {
 	})
 }
 
-// goroutines returns the number of goroutines and their stacks. Those that help to compute ops do not
-// count, because they are kept for the next op.
+// goroutines returns the number of goroutines and their stacks. The workers of CPU ops are permanent and do
+// not count.
 func goroutines() (n int, stacks string) {
 	all := make([]byte, 1<<20)
 	stacks = string(all[:runtime.Stack(all, true)])
@@ -101,7 +100,7 @@ func TestDisconnect(t *testing.T) {
 		require.Error(t, <-ended)
 	}
 
-	// One that waits for a slot leaves the queue.
+	// A waiting request leaves the queue.
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	first, err := http.NewRequestWithContext(ctx, "POST", c.url+chatPath, strings.NewReader(with(`"stream":true`)))
@@ -191,7 +190,7 @@ func TestSlots(t *testing.T) {
 	require.Zero(t, waiting)
 	require.Equal(t, 5, s.free)
 
-	// A request that gives up makes way for a smaller one behind it.
+	// When a request gives up, the next, smaller request gets its slots.
 	require.NoError(t, s.acquire(t.Context(), 3))
 	ctx, cancel := context.WithCancel(t.Context())
 	large, small := make(chan error, 1), make(chan error, 1)
@@ -204,7 +203,7 @@ func TestSlots(t *testing.T) {
 	require.NoError(t, <-small)
 }
 
-// TestTimeout checks what a client sees of an answer that takes too long.
+// TestTimeout checks the errors for answers that take too long.
 func TestTimeout(t *testing.T) {
 	noLeak(t)
 	c := serve(t, &fake{answer: says("x")[:1], wait: slow(20 * time.Millisecond)}, Options{Timeout: 100 * time.Millisecond})
@@ -269,6 +268,7 @@ func TestSlowClients(t *testing.T) {
 	dial := func(body string, length int) net.Conn {
 		conn, err := net.Dial("tcp", strings.TrimPrefix(c.url, "http://"))
 		require.NoError(t, err)
+		require.NoError(t, conn.SetDeadline(time.Now().Add(10*time.Second)))
 		_, err = fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s", chatPath,
 			length, body)
 		require.NoError(t, err)

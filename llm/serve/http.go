@@ -174,7 +174,7 @@ func (s *Server) stream(ctx context.Context, w http.ResponseWriter, r *http.Requ
 	h := w.Header()
 	h.Set("Content-Type", "text/event-stream")
 	h.Set("Cache-Control", "no-store")
-	h.Set("X-Accel-Buffering", "no") // tells nginx to pass events on at once
+	h.Set("X-Accel-Buffering", "no") // for nginx
 	control := http.NewResponseController(w)
 	defer control.SetWriteDeadline(time.Time{}) // the connection can serve more requests
 
@@ -262,9 +262,9 @@ func (s *Server) guarded(next http.Handler) http.Handler {
 
 // crossOrigin answers the questions that browsers ask before scripts of other pages may use the server.
 //
-// A browser also sends some requests of other pages without asking. They are refused, so that no web page
-// can use a server on the reader's own computer, not even under a name of its own that resolves to this
-// computer.
+// Browsers send some cross-origin requests without asking first. crossOrigin refuses them, so that no web
+// site can use a server on the reader's computer. Without API keys, it also refuses unknown host names, since
+// a hostile site could let its name resolve to that computer (DNS rebinding).
 func (s *Server) crossOrigin(next http.Handler) http.Handler {
 	hosts := []string{"localhost"}
 	if name, err := os.Hostname(); err == nil {
@@ -299,7 +299,7 @@ func (s *Server) crossOrigin(next http.Handler) http.Handler {
 	})
 }
 
-// allowedHeaders returns the headers that a script may send, which are those that it asks for.
+// allowedHeaders returns the headers that a script may send: any headers it asks for.
 func allowedHeaders(r *http.Request) string {
 	if asked := r.Header.Get("Access-Control-Request-Headers"); asked != "" {
 		return asked
@@ -313,7 +313,7 @@ func sameOrigin(origin, host string) bool {
 	return err == nil && strings.EqualFold(u.Host, host)
 }
 
-// localName reports whether the host of a request is an address or one of the names.
+// localName reports whether the host of a request is an IP address or in names.
 func localName(host string, names []string) bool {
 	if h, _, err := net.SplitHostPort(host); err == nil {
 		host = h

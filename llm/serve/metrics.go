@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// metrics counts what the server does.
+// metrics counts requests and tokens.
 type metrics struct {
 	prompts, drawn atomic.Int64 // tokens
 
@@ -69,7 +69,7 @@ func (r *recorder) Write(p []byte) (int, error) {
 // Unwrap lets [http.ResponseController] find the original.
 func (r *recorder) Unwrap() http.ResponseWriter { return r.ResponseWriter }
 
-// counted counts requests by the path of their handler, of which there are few, and by status.
+// counted counts requests by handler and by status. There are few handlers, unlike paths.
 func (s *Server) counted(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		began, rec := time.Now(), &recorder{ResponseWriter: w}

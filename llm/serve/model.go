@@ -25,8 +25,8 @@ type Model struct {
 	Name      string
 	Generator Generator
 	Tokenizer *tokenizers.Tokenizer
-	// Template renders conversations. If it is nil, the model only continues texts, and NoTemplate
-	// says why.
+	// Template renders conversations. If it is nil, the model only continues texts, and NoTemplate is
+	// the reason.
 	Template   *chat.Template
 	NoTemplate error
 

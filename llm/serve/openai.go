@@ -64,7 +64,7 @@ func usageOf(prompt int, results []result) *usage {
 	return u
 }
 
-// openAI is what the formats of OpenAI's API have in common.
+// openAI is the common part of the formats of OpenAI's API.
 type openAI struct {
 	job          *job
 	id, object   string

@@ -40,11 +40,11 @@ type Options struct {
 	// Timeout limits the time from the end of a request to the end of its answer. The default is 10
 	// minutes.
 	Timeout time.Duration
-	// ClientTimeout limits the time for which the server waits for a client to send the rest of a
-	// request, or to receive the next part of an answer. The default is 30 seconds.
+	// ClientTimeout limits the time that a client takes to send a request or to receive the next part
+	// of an answer. The default is 30 seconds.
 	ClientTimeout time.Duration
-	// Origins are the web pages, such as "https://example.com", whose scripts can use the server, in
-	// addition to its own page; "*" permits all. (Cross-origin resource sharing, CORS.)
+	// Origins lists the web sites, such as "https://example.com", that may use the server from a
+	// browser, in addition to its own page; "*" permits all. (Cross-origin resource sharing, CORS.)
 	Origins []string
 }
 
@@ -114,7 +114,7 @@ func (s *Server) model(name string) *Model {
 // ServeHTTP implements [http.Handler].
 func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) { s.handler.ServeHTTP(w, r) }
 
-// Running returns the number of requests that are being answered, and of those that wait for a slot.
+// Running returns the number of requests that are being answered and the number of waiting requests.
 func (s *Server) Running() (running, waiting int) { return s.slots.counts() }
 
 // policy permits the page to load only files of the server.

@@ -510,7 +510,15 @@ func TestSampling(t *testing.T) {
 		require.Equal(t, "e", text(`"temperature":50`, narrow), narrow)
 	}
 
-	// Penalties count what has been drawn.
+	// A repetition penalty includes the prompt.
+	biased := func(more string) any {
+		return c.ok(textPath, fmt.Sprintf(`{"prompt":[%d],"temperature":0,"max_tokens":1,"logit_bias":{"%d":10}%s}`,
+			e, bytewise("z")[0], more)).at("choices.0.text")
+	}
+	require.Equal(t, "e", biased(""))
+	require.Equal(t, "z", biased(`,"repetition_penalty":100`))
+
+	// Other penalties count only tokens that have been drawn.
 	a := c.ok(textPath, `{"prompt":"a","temperature":0,"max_tokens":30,"presence_penalty":2,"frequency_penalty":2,"ignore_eos":true}`)
 	b := c.ok(textPath, `{"prompt":"a","temperature":0,"max_tokens":30,"ignore_eos":true}`)
 	require.NotEqual(t, a.at("choices.0.text"), b.at("choices.0.text"))

@@ -11,7 +11,7 @@ import (
 var errBusy = errors.New("too many requests wait")
 
 // slots limits the number of texts that are continued at the same time. Requests get slots in the order
-// in which they arrive.
+// of their arrival.
 type slots struct {
 	mu      sync.Mutex
 	free    int
@@ -61,7 +61,7 @@ func (s *slots) acquire(ctx context.Context, n int) error {
 	} else { // it got its slots at the same time
 		s.free, s.running = s.free+n, s.running-1
 	}
-	s.admit() // a smaller request may have waited behind this one
+	s.admit() // the next request may need fewer slots
 	return context.Cause(ctx)
 }
 
@@ -83,7 +83,7 @@ func (s *slots) admit() {
 	}
 }
 
-// counts returns the number of requests that have slots, and of those that wait.
+// counts returns the number of requests with slots and the number of waiting requests.
 func (s *slots) counts() (running, waiting int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -16,8 +16,8 @@ const (
 
 const whiteSpace = " \t\r\n"
 
-// callsRecognized reports whether the chat template tells a model to write tool calls in the format that
-// callFinder recognizes. Other models can receive tools, but their calls remain text.
+// callsRecognized reports whether a chat template uses the format of tool calls that callFinder
+// recognizes. The calls of other models remain text.
 func callsRecognized(t *chat.Template) bool {
 	if t == nil {
 		return false
@@ -29,8 +29,8 @@ func callsRecognized(t *chat.Template) bool {
 
 // A callFinder finds tool calls in a text.
 type callFinder struct {
-	held   string // white space, or the start of what may become a mark
-	inside bool   // whether held begins after callBegin
+	held   string // white space, or a possible start of a mark
+	inside bool   // whether held is the text after callBegin
 	space  string // white space before that mark
 	called bool   // whether only white space has followed the last call
 }
