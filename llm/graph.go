@@ -40,7 +40,7 @@ type Graph struct {
 	Positions *gorgonia.Node
 	Loss      *gorgonia.Node // mean cross-entropy in nats per token; nil ForLogits
 	// Rows selects, ForLogits, the rows of Batch·Seq for which logits are computed: an int [Batch],
-	// or [Batch·Seq] with WithAllPositions.
+	// [Batch·Seq] with WithAllPositions, or [n] with WithRows(n).
 	Rows *gorgonia.Node
 	// Position is the position, int [1], of the single token of a ForLogits graph that caches the
 	// keys and values of the tokens before it. It is nil in other graphs, which use Rows instead.
@@ -114,6 +114,10 @@ func withGradients(params ...string) GraphOption {
 // sequence.
 func WithAllPositions() GraphOption { return func(b *graphBuilder) { b.everywhere = true } }
 
+// WithRows makes a ForLogits graph compute the logits of n rows, which Graph.Rows selects, instead of one
+// row per sequence.
+func WithRows(n int) GraphOption { return func(b *graphBuilder) { b.selected = n } }
+
 // BuildGraph builds a model's computation on batches of the given number of sequences. A ForTraining
 // graph includes the gradients of all parameters that learn.
 func BuildGraph(m ModelParts, kind GraphKind, batch int, opts ...GraphOption) (*Graph, error) {
@@ -130,6 +134,10 @@ func BuildGraph(m ModelParts, kind GraphKind, batch int, opts ...GraphOption) (*
 			return nil, errors.New("llm: Graph: an option is nil")
 		}
 		opt(b)
+	}
+
+	if b.selected < 0 {
+		return nil, fmt.Errorf("llm: WithRows(%d), want at least 1 row", b.selected)
 	}
 
 	if err := m.KasminaOptions.check(); err != nil {
@@ -231,6 +239,7 @@ type graphBuilder struct {
 	recompute bool
 	// everywhere requests the logits of all positions.
 	everywhere bool
+	selected   int // number of rows that get logits; 0 for one per sequence
 	shares     int
 	tokenMean  bool
 	tuned      []string      // only these and adapters learn; nil for all
@@ -298,6 +307,8 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 		switch {
 		case b.everywhere:
 			wanted = rows
+		case b.selected > 0:
+			wanted = b.selected
 		case b.batched != nil:
 			wanted = b.batched.wanted
 		}

@@ -21,6 +21,7 @@ type Inference struct {
 	shape    uint64         // state of the model's blocks when the graphs were built
 	attached []attachedSeed // chunk seeds that the graphs compute
 	losses   map[int]Runner // by batch size
+	scores   map[scoreShape]Runner
 	decoding *Decoding
 }
 
@@ -49,16 +50,17 @@ func (i *Inference) parts() (m ModelParts, err error) {
 	attached := attachedTo(i.Model.Kasmina)
 	if i.shape != shapeOf(i.Model) || !slices.Equal(i.attached, attached) {
 		err = i.closeGraphs()
-		i.losses, i.decoding = nil, nil
+		i.losses, i.scores, i.decoding = nil, nil, nil
 		i.shape, i.attached = shapeOf(i.Model), attached
 	}
 
 	return i.Model.Parts(), err
 }
 
-// runner returns a runner for the loss.
-func (i *Inference) runner(m ModelParts, sequences int) (Runner, error) {
-	g, err := BuildGraph(m, ForLoss, sequences)
+// runner returns a runner for a graph of the given kind.
+func (i *Inference) runner(m ModelParts, kind GraphKind, sequences int,
+	opts ...GraphOption) (Runner, error) {
+	g, err := BuildGraph(m, kind, sequences, opts...)
 	if err != nil {
 		return Runner{}, err
 	}
@@ -91,7 +93,7 @@ func (i *Inference) LossContext(ctx context.Context, b data.Batch) (float64, err
 	sequences := len(b.Inputs) / m.Config.Seq
 	r, ok := i.losses[sequences]
 	if !ok {
-		if r, err = i.runner(m, sequences); err != nil {
+		if r, err = i.runner(m, ForLoss, sequences); err != nil {
 			return 0, err
 		}
 		if i.losses == nil {
@@ -140,6 +142,9 @@ func (i *Inference) Close() error {
 func (i *Inference) closeGraphs() error {
 	var err error
 	for _, r := range i.losses {
+		err = errors.Join(err, r.Machine.Close())
+	}
+	for _, r := range i.scores {
 		err = errors.Join(err, r.Machine.Close())
 	}
 	if i.decoding != nil {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"math"
@@ -20,29 +21,44 @@ import (
 const maxText = 1 << 30
 
 func newEval() *cobra.Command {
-	var o common
+	var o evalOptions
 	c := &cobra.Command{
-		Use:   "eval --model DIR --data FILE",
-		Short: "Measure loss and bits per byte of a text",
-		Long: `Measure the loss of a model on a text, a file or all text files of a folder.
+		Use:   "eval --model DIR (--data FILE | --tasks FILE[=FORMAT],...)",
+		Short: "Measure a model on a text or with tasks",
+		Long: `Measure the loss of a model on a text, a file or all text files of a folder, or measure how well
+it solves tasks.
 
 The tokens of the text are cut into windows of --seq tokens that do not overlap, and all but the first
 token of each window are scored. If the tokenizer adds a start-of-text token, the first window
 starts with it.
 
 The last line of output is a JSON object with loss (nats per token), tokens (the number of scored
-tokens) and bpb (bits per byte of the text that the scored tokens stand for).`,
+tokens) and bpb (bits per byte of the text that the scored tokens stand for).
+
+With --tasks, the files have questions in the formats of HellaSwag, ARC, PIQA, WinoGrande, BoolQ, MMLU,
+GSM8K, LAMBADA, WikiText, or running text (perplexity), or are the folder of nanochat's CORE bundle. The
+measures are those of lm-evaluation-harness. The command prints a table, and the last line of output is
+a JSON object with the results.`,
 		Args:              cobra.NoArgs,
 		ValidArgsFunction: cobra.NoFileCompletions,
-		RunE:              func(c *cobra.Command, args []string) error { return o.eval(c) },
+		RunE: func(c *cobra.Command, args []string) error {
+			switch {
+			case len(o.tasks) > 0:
+				return o.evalTasks(c)
+			case o.data == "":
+				return errors.New("nothing to measure: give --data or --tasks")
+			}
+			return o.eval(c)
+		},
 	}
 
 	o.modelFlag(c)
 	o.dataFlag(c)
 	c.Flags().IntVar(&o.seq, "seq", 0,
-		"tokens per window (default: the model's longest context, at most 2048)")
+		"tokens per window (default: the model's longest context, but at most 2048 for --data)")
+	o.taskFlags(c)
 	o.machineFlags(c)
-	markRequired(c, "model", "data")
+	markRequired(c, "model")
 	return c
 }
 

@@ -27,8 +27,9 @@ var flagRules = map[string]map[string]rule{
 	"data":       {},
 	"data check": {"model": always, "seq": always, "show": always, "list": always},
 	"check":      {"model": always, "seq": always, "show": always, "list": always},
-	"eval": {"model": always, "data": always, "seq": always, "device": always,
-		"precision": always},
+	"eval": {"model": always, "data": notWith("tasks", "[]", "which measures with the questions of files"),
+		"seq": always, "device": always, "precision": always, "tasks": always, "few-shot": ofTasks,
+		"examples": ofTasks, "chat": ofTasks, "limit": ofTasks, "answer-tokens": ofTasks, "out": ofTasks},
 	"generate": {"model": always, "prompt": always, "n": always, "chat": always, "device": always,
 		"precision": always, "temperature": always, "top-k": later, "top-p": later, "seed": later},
 	"train": {"model": always, "preset": ofNew, "layers": ofNew, "dim": ofNew, "heads": ofNew,
@@ -92,6 +93,9 @@ func ofLastBlocks(f *pflag.FlagSet) string {
 	}
 	return "has no effect without --method last: want that too"
 }
+
+// ofTasks is the rule of the flags of eval that have an effect only with tasks.
+func ofTasks(f *pflag.FlagSet) string { return onlyWith("tasks", "[]", "--tasks")(f) }
 
 // onlyWith returns the rule of a flag that has an effect only if another flag differs from the value
 // none.

@@ -21,6 +21,13 @@ import (
 // ineffective maps every flag that can be without effect to a command line in which it has none. The
 // command must refuse the flag by name.
 var ineffective = map[string]string{
+	"eval --data":            "eval --model MODEL --data TEXT --tasks TEXT",
+	"eval --few-shot":        "eval --model MODEL --data TEXT --few-shot 1",
+	"eval --examples":        "eval --model MODEL --data TEXT --examples TEXT",
+	"eval --chat":            "eval --model MODEL --data TEXT --chat",
+	"eval --limit":           "eval --model MODEL --data TEXT --limit 1",
+	"eval --answer-tokens":   "eval --model MODEL --data TEXT --answer-tokens 1",
+	"eval --out":             "eval --model MODEL --data TEXT --out OUT",
 	"generate --top-k":       "generate --model MODEL --prompt Once -n 1 --top-k 5",
 	"generate --top-p":       "generate --model MODEL --prompt Once -n 1 --top-p 0.9",
 	"generate --seed":        "generate --model MODEL --prompt Once -n 1 --seed 3",
@@ -220,6 +227,15 @@ var effects = map[string]effect{
 	"eval --device":    {"eval -m TINY -d TEXT", "eval -m TINY -d TEXT --device none"},
 	"eval --precision": {"eval -m TINY -d TEXT", "eval -m TINY -d TEXT --precision none"},
 
+	"eval --tasks":    {"eval -m TINY -d TEXT", "eval -m TINY --tasks PIQA"},
+	"eval --few-shot": {"eval -m TINY --tasks PIQA", "eval -m TINY --tasks PIQA --few-shot 3 --examples SOLVED"},
+	"eval --examples": {"eval -m TINY --tasks PIQA --few-shot 3",
+		"eval -m TINY --tasks PIQA --few-shot 3 --examples SOLVED"},
+	"eval --chat":          {"eval -m TINY --tasks PIQA", "eval -m TINY --tasks PIQA --chat"},
+	"eval --limit":         {"eval -m TINY --tasks PIQA", "eval -m TINY --tasks PIQA --limit 3"},
+	"eval --answer-tokens": {"eval -m TINY --tasks SUMS", "eval -m TINY --tasks SUMS --answer-tokens 3"},
+	"eval --out":           {"eval -m TINY --tasks PIQA", "eval -m TINY --tasks PIQA --out OUT/results.json"},
+
 	"generate --model":  {"generate -m TINY -p a -n 9", "generate --model ALTERED -p a -n 9"},
 	"generate --prompt": {"generate -m TINY -p a -n 9", "generate -m TINY --prompt b -n 9"},
 	"generate --n":      {"generate -m TINY -p a -n 9", "generate -m TINY -p a --n 8"},
@@ -386,7 +402,9 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 		}
 		dir := filepath.Join(t.TempDir(), "dir")
 		line = strings.NewReplacer("TINY", absolute(t, tiny), "LLAMA", absolute(t, testdata+"/llama2"),
-			"ALTERED", altered, "TEXT", absolute(t, license), "OTHER", other, "FOLDER", folder, "CHAT", chats, "TUNE", tune, "RUN", recorded, "OUT",
+			"ALTERED", altered, "TEXT", absolute(t, license), "OTHER", other, "FOLDER", folder, "CHAT", chats, "TUNE", tune, "RUN", recorded,
+			"PIQA", absolute(t, taskFiles+"/piqa.jsonl"), "SOLVED", absolute(t, taskFiles+"/train/piqa.jsonl"),
+			"SUMS", absolute(t, taskFiles+"/gsm8k.jsonl"), "OUT",
 			filepath.Join(dir, "out")).Replace(line)
 		var stdout, stderr bytes.Buffer
 		err := run(t.Context(), strings.Fields(line), &stdout, &stderr)

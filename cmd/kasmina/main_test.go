@@ -344,7 +344,7 @@ func TestErrors(t *testing.T) {
 	require.NoError(t, os.WriteFile(empty, nil, 0o666))
 	for line, want := range map[string]string{
 		"eval --model " +
-			tiny: `required flag(s) "data" not set`,
+			tiny: `nothing to measure: give --data or --tasks`,
 		"eval --data x":                              `required flag(s) "model" not set`,
 		"eval -model x --data y":                     `unknown command "x" for "kasmina eval"`,
 		"train --data x --out y":                     "at least one of the flags in the group [model preset layers] is required",

@@ -106,6 +106,40 @@ func TestLoadOnGPU(t *testing.T) {
 	require.ErrorIs(t, err, context.Canceled)
 }
 
+// TestScoreOnGPU compares the scores of continuations of different lengths with the CPU's.
+func TestScoreOnGPU(t *testing.T) {
+	device := openGPU(t)
+	for _, folder := range folders {
+		t.Run(folder, func(t *testing.T) {
+			f := open(t, folder)
+			m, err := f.Load(t.Context())
+			require.NoError(t, err)
+			var texts []llm.Continuation
+			for n := 2; n <= f.Config.Seq+1; n += 3 {
+				tokens := make([]int, n)
+				for i := range tokens {
+					tokens[i] = (7*i + i*i + n) % f.Config.Vocab
+				}
+				texts = append(texts, llm.Continuation{Tokens: tokens, Scored: 1 + n/3})
+			}
+
+			onDevice, err := gpu.Load(t.Context(), device, cudaops.Float32, f.Config, f)
+			require.NoError(t, err)
+			defer onDevice.Close()
+			onCPU := &llm.Inference{Model: m}
+			defer onCPU.Close()
+			got, err := onDevice.Score(t.Context(), texts)
+			require.NoError(t, err)
+			want, err := onCPU.Score(t.Context(), texts)
+			require.NoError(t, err)
+			for i := range texts {
+				require.InDelta(t, want[i].LogProb, got[i].LogProb, 1e-3)
+				require.Equal(t, want[i].Greedy, got[i].Greedy)
+			}
+		})
+	}
+}
+
 // TestTextOnGPU checks that greedy text from a GPU, which caches keys and values, equals the CPU's. One
 // text starts from a short prompt and continues past the end of the window, another starts from a long
 // prompt.
