@@ -8,6 +8,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -173,15 +174,11 @@ func (f *failing) Score(ctx context.Context, texts []llm.Continuation) ([]llm.Co
 // results equal the results without interruptions.
 func TestResume(t *testing.T) {
 	model, s := testModel(t, models+"tiny")
-	open := func() (all []*Task) {
-		for path, o := range map[string]Options{"testdata/hellaswag.jsonl": {FewShot: 2, Examples: "testdata/train/hellaswag.jsonl"}, "testdata/gsm8k.jsonl": {}} {
-			opened, err := Open(path, o)
-			require.NoError(t, err)
-			all = append(all, opened...)
-		}
-		return all
-	}
-	tasks := open()
+	choices, err := Open("testdata/hellaswag.jsonl", Options{FewShot: 2, Examples: "testdata/train/hellaswag.jsonl"})
+	require.NoError(t, err)
+	texts, err := Open("testdata/gsm8k.jsonl", Options{})
+	require.NoError(t, err)
+	tasks := slices.Concat(choices, texts)
 	want, err := Evaluate(t.Context(), tasks, model, s)
 	require.NoError(t, err)
 
