@@ -37,8 +37,9 @@ func Move(from, to string) error {
 	return os.Remove(from)
 }
 
-// moveFolder moves a directory over an empty one that only this process can have created, since
-// renaming a directory over another one fails unless the latter is empty.
+// moveFolder moves a directory by first creating an empty directory at the destination, since renaming
+// a directory over another fails unless the other is empty. Only this process can have created the
+// empty directory.
 func moveFolder(from, to string) error {
 	if err := os.Mkdir(to, 0o777); err != nil {
 		return err

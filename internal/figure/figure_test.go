@@ -32,7 +32,7 @@ func panel(t *testing.T, height, share float64) Panel {
 	return Panel{p, share}
 }
 
-// TestLayout checks that the frames of plots whose labels differ in width have the same left and
+// TestLayout checks that the frames of plots with labels of different widths have the same left and
 // right edges, and that no part of a panel lies outside the figure.
 func TestLayout(t *testing.T) {
 	panels := []Panel{panel(t, 1.25, 3), panel(t, 10, 1), panel(t, 123456789, 2)}
