@@ -53,7 +53,7 @@ func weighted(n *gorgonia.Node, r *rand.Rand) *gorgonia.Node {
 	return must(gorgonia.Sum(must(gorgonia.HadamardProd(w, n))))
 }
 
-// squareOp computes x² with a gradient that the test supplies.
+// squareOp computes x² with a gradient supplied by the test.
 type squareOp struct {
 	opbase.Base
 	gradient func(i int, x, g float64) float64
@@ -361,8 +361,8 @@ func TestCheckGradientsChangesNothing(t *testing.T) {
 	}
 }
 
-// TestCheckGradientsAfterOtherGradients takes the gradients of another cost over the same nodes
-// first, and thereby marks the graph, which misleads a second gorgonia.Grad.
+// TestCheckGradientsAfterOtherGradients first takes the gradients of another cost over the same
+// nodes. This marks the graph, which misleads a second gorgonia.Grad.
 func TestCheckGradientsAfterOtherGradients(t *testing.T) {
 	r := freshRand(t)
 	g := gorgonia.NewGraph()
@@ -382,8 +382,8 @@ func TestCheckGradientsAfterOtherGradients(t *testing.T) {
 	}
 }
 
-// TestCheckGradientsOfTransposedValues checks views and lazy transposes, which store their elements
-// in another order than they show.
+// TestCheckGradientsOfTransposedValues checks views and lazy transposes, whose elements are stored in
+// a different order than they appear.
 func TestCheckGradientsOfTransposedValues(t *testing.T) {
 	r := freshRand(t)
 	v := tensor.New(tensor.WithShape(3, 4), tensor.WithBacking(normals(r, 12)))

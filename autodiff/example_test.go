@@ -58,8 +58,7 @@ func ExampleClipGlobalNorm() {
 	// Output: 50 [0.60 0.80]
 }
 
-// This example computes the inner results of two blocks again for the gradient instead of keeping
-// them.
+// This example recomputes the inner results of two blocks for the gradient instead of keeping them.
 func ExampleRecompute() {
 	g := gorgonia.NewGraph()
 	value := func(x ...float64) gorgonia.NodeConsOpt {

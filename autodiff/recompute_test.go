@@ -459,9 +459,9 @@ func TestRecomputeRefuses(t *testing.T) {
 	}
 }
 
-// TestRecomputeKasmina checks that a Kasmina layer in a recomputed block records the same figures
-// in its lattice as a layer that is computed once, and uses the same limits: its telemetry
-// determines the actions of the strict mode and of adaptive clipping in the next step.
+// TestRecomputeKasmina checks that a Kasmina layer in a recomputed block records the same figures in
+// its lattice as a layer that is computed once, and uses the same limits. Its telemetry determines
+// how the strict mode and adaptive clipping act in the next step.
 func TestRecomputeKasmina(t *testing.T) {
 	seed := freshRand(t).Uint64()
 	train := func(apply func(gorgonia.Nodes, builder) (*gorgonia.Node, error)) (grads []named,

@@ -18,8 +18,8 @@ var builtin = []blueprints.Kind{blueprints.Residual, blueprints.AttentionGate,
 	blueprints.MLPExpansion, blueprints.ConvFilter,
 	blueprints.LowRank, blueprints.ChunkMLP}
 
-// sizes returns the numbers of weights that a kind uses for chunks of c features, for all widths of
-// slots that make a difference.
+// sizes returns the numbers of weights that a kind uses for chunks of c features, for all slot widths
+// that make a difference.
 func sizes(t *testing.T, k blueprints.Kind, c int) (sizes []int) {
 	for m := 1; m <= 3; m++ {
 		n, err := blueprints.Size(k, c, 2*m*c+c-1)
@@ -264,8 +264,8 @@ func TestIdentityStart(t *testing.T) {
 	}
 }
 
-// TestRandomStart checks that the random weights of a start depend on the seed and the kind, and
-// that hidden features can learn: every part of the gradient that a zero start would block is
+// TestRandomStart checks that the random weights of a start depend on the seed and the kind, and that
+// hidden features can learn, since every part of the gradient that a zero start would block is
 // present.
 func TestRandomStart(t *testing.T) {
 	r := newRand(t)

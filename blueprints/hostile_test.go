@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 )
 
-// TestMeaninglessNumbers checks that meaningless numbers are errors, or no weights, and that
+// TestMeaninglessNumbers checks that meaningless numbers result in errors or in no weights, and that
 // nothing panics.
 func TestMeaninglessNumbers(t *testing.T) {
 	for _, c := range []int{0, -1, math.MinInt, 1 << 62} {
@@ -133,7 +133,7 @@ func TestClashingParts(t *testing.T) {
 	}
 }
 
-// TestInfiniteIdentity checks that an identity start with values that are not finite is rejected.
+// TestInfiniteIdentity checks that an identity start with non-finite values is rejected.
 func TestInfiniteIdentity(t *testing.T) {
 	v := 0.0
 	kind := register(t,

@@ -519,8 +519,8 @@ func logged(t *testing.T, name string, steps int) string {
 	return folder
 }
 
-// TestLogs checks that a board of logs shows finished runs and one in progress, with their
-// settings, and that it skips lines that are not records.
+// TestLogs checks that a board of logs shows finished runs and one in progress, with their settings,
+// and skips lines that are not records.
 func TestLogs(t *testing.T) {
 	one, two := logged(t, "one", 6), logged(t, "two", 9)
 	b, err := board.Logs([]string{one, filepath.Join(two, "log.jsonl")})

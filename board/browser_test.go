@@ -23,7 +23,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// screenshots is the folder for pictures of the page.
+// screenshots is the directory for pictures of the page.
 var screenshots = flag.String("screenshots", "", "folder to write pictures of the page to")
 
 // A window is a window of a headless Chromium.
@@ -265,8 +265,8 @@ func TestSteering(t *testing.T) {
 	require.Empty(t, w.complaints(), "the browser's console")
 }
 
-// TestFinishedRun checks that the page of a run that has ended offers nothing that could only be
-// rejected, whether the page was open when the run ended or is opened later.
+// TestFinishedRun checks that the page of a finished run offers no action that could only be
+// rejected, whether it was open when the run ended or is opened later.
 func TestFinishedRun(t *testing.T) {
 	w := browser(t)
 	tr := newTrainer(t, 20, 4)

@@ -37,7 +37,7 @@ func silent(t *testing.T, addr, path string) net.Conn {
 	return c
 }
 
-// reachable checks that a new client gets the page quickly.
+// reachable checks that a new client receives the page quickly.
 func reachable(t *testing.T, addr, what string) {
 	t.Helper()
 	client := &http.Client{Timeout: 5 * time.Second,

@@ -17,7 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// writeLog creates a folder with a log of the given number of steps, and returns the folder.
+// writeLog creates a directory with a log of the given number of steps, and returns its path.
 func writeLog(t *testing.T, folder string, steps int, loss float64) string {
 	t.Helper()
 	require.NoError(t, os.MkdirAll(folder, 0o777))
@@ -193,7 +193,7 @@ func TestNamesOfLogs(t *testing.T) {
 	require.Equal(t, []string{"a/x", "b/x", "y", "own", "y (2)"}, names)
 }
 
-// TestCSV checks that spreadsheets take no name in the CSV of the page for a formula, and that
+// TestCSV checks that spreadsheets do not interpret names in the page's CSV as formulas, and that
 // numbers remain numbers.
 func TestCSV(t *testing.T) {
 	w := browser(t)
@@ -207,7 +207,7 @@ func TestCSV(t *testing.T) {
 		"\rx":            "'\rx",
 		"\nx":            "'\nx",
 		" =1":            "' =1",
-		"\uff1d1":        "'\uff1d1", // some spreadsheets take this for =
+		"\uff1d1":        "'\uff1d1", // some spreadsheets interpret this as =
 		"-1.5":           "-1.5",
 		"+2e-3":          "+2e-3",
 		"a=b":            "a=b",

@@ -34,8 +34,8 @@ func atStep(t *testing.T, tr *llm.Trainer, step int) (reached <-chan struct{}, g
 	return at, on, ended
 }
 
-// TestPendingOrders checks that an order that waits for a long time is reported as pending rather
-// than rejected, and that its client can query the result.
+// TestPendingOrders checks that a long-waiting order is reported as pending rather than rejected, and
+// that its client can query the result.
 func TestPendingOrders(t *testing.T) {
 	tr := newTrainer(t, 6, 4)
 	b, _ := listen(t, tr, board.WithControl())
@@ -125,7 +125,7 @@ func TestClientWaitsForPendingOrders(t *testing.T) {
 	require.ErrorIs(t, c.Save(t.Context(), "0"), api.ErrRefused)
 }
 
-// TestNamesAreLines checks that control characters in the name and the reason of an order reach no
+// TestNamesAreLines checks that control characters in an order's name and reason never reach a
 // terminal.
 func TestNamesAreLines(t *testing.T) {
 	tr := newTrainer(t, 6, 4)

@@ -361,7 +361,8 @@ func TestSecretFile(t *testing.T) {
 	require.ErrorIs(t, err, os.ErrNotExist)
 }
 
-// TestSecretIsNotPrinted formats, logs and encodes a place in many ways. None may show the secret.
+// TestSecretIsNotPrinted formats, logs and encodes a place in many ways, none of which may reveal the
+// secret.
 func TestSecretIsNotPrinted(t *testing.T) {
 	secret := NewSecret()
 	p := Place{Rank: 1, Size: 2, Secret: secret}
@@ -446,7 +447,7 @@ func TestGatherTooLarge(t *testing.T) {
 	require.NoError(t, errors.Join(errs...))
 }
 
-// TestGatherWithoutOne checks that a gathering fails when a rank has left.
+// TestGatherWithoutOne checks that a gathering fails after a rank has left.
 func TestGatherWithoutOne(t *testing.T) {
 	all := worlds(t, 3, Options{})
 	errs := everywhere(3, func(r int) error {

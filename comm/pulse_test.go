@@ -13,7 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
-// short is a deadline that is long enough for a busy machine.
+// short is a deadline long enough for a busy machine.
 const short = 500 * time.Millisecond
 
 // blames checks that all worlds fail and blame the given rank.
@@ -214,7 +214,7 @@ func TestFrozenRankZero(t *testing.T) {
 	require.ErrorContains(t, err, "hangs: no message for 500ms")
 }
 
-// TestAllWait checks that a deadlock is detected: two ranks gather under different keys.
+// TestAllWait checks that the deadlock of two ranks gathering under different keys is detected.
 func TestAllWait(t *testing.T) {
 	all := worlds(t, 2, Options{Deadline: short / 2})
 	errs := everywhere(2, func(r int) error {

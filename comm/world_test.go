@@ -267,7 +267,7 @@ func TestTakenPorts(t *testing.T) {
 		"an unresponsive port delayed the ranks")
 }
 
-// TestRefusals tries to join with the right secret and a place that does not fit the run.
+// TestRefusals tries to join with the right secret but a place that does not fit the run.
 func TestRefusals(t *testing.T) {
 	p := places(t, 3)
 	s := open(t, p[0], 0)
@@ -298,8 +298,8 @@ func TestRefusals(t *testing.T) {
 	require.Nil(t, s.failure)
 }
 
-// TestFailureIsReported checks that every rank reports the cause of a failure, whichever rank fails
-// and however.
+// TestFailureIsReported checks that every rank reports the cause of a failure, no matter which rank
+// fails and how.
 func TestFailureIsReported(t *testing.T) {
 	const size = 3
 	for _, c := range []struct {

@@ -239,9 +239,9 @@ func TestStock(t *testing.T) {
 	}
 }
 
-// TestViews checks that a result does not overwrite an operand that is read later in another shape. The
-// test computes its own reference, because the Reshape of Gorgonia's tape machine changes the shape of
-// its operand.
+// TestViews checks that a result does not overwrite an operand that is read later in a different
+// shape. The test computes its own reference, because the Reshape of Gorgonia's tape machine changes
+// the shape of its operand.
 func TestViews(t *testing.T) {
 	r := random(t)
 	a, b := normal(r, tensor.Float64, 3, 4), normal(r, tensor.Float64, 3, 4)

@@ -12,7 +12,7 @@ import (
 )
 
 // TestGet downloads the module with the go command from a local proxy. Like go get, it rejects file
-// names that are forbidden on some system, and files or modules that are too large.
+// names that are forbidden on any system, and files or modules that are too large.
 func TestGet(t *testing.T) {
 	const version = "v0.0.1"
 	proxy := t.TempDir()
@@ -70,7 +70,7 @@ func archive(t *testing.T, path, prefix string) {
 	require.NoError(t, w.Close())
 }
 
-// isModule reports whether a folder contains a nested module.
+// isModule reports whether a directory contains a nested module.
 func isModule(folder string) bool {
 	_, err := os.Stat(filepath.Join(folder, "go.mod"))
 	return err == nil

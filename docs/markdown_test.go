@@ -26,7 +26,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// root is the folder of the module.
+// root is the module's root directory.
 const root = ".."
 
 // block is a code block of a document.

@@ -98,7 +98,7 @@ func built(t *testing.T) *programs {
 	return p
 }
 
-// command runs a program in the module's folder.
+// command runs a program in the module's root directory.
 func command(name string, args ...string) (string, error) {
 	c := exec.Command(name, args...)
 	c.Dir = root
@@ -306,7 +306,7 @@ func checkGoTest(args []string) error {
 
 var testPattern = regexp.MustCompile(`(?m)^func ((?:Test|Benchmark|Fuzz|Example)\w*)\(`)
 
-// testsOf returns the names of the tests of a package, or of all packages below a folder.
+// testsOf returns the names of the tests in a package, or in all packages below a directory.
 func testsOf(pkg string) (names []string) {
 	folder := filepath.Join(root, strings.Replace(strings.TrimSuffix(pkg, "/..."), module, ".", 1))
 	files, _ := filepath.Glob(filepath.Join(folder, "*_test.go"))
@@ -453,7 +453,7 @@ go() {
 }
 `
 
-// run runs a block in a folder and returns the standard output.
+// run runs a block in a directory and returns the standard output.
 func (p *programs) run(code, folder string) (printed string, err error) {
 	cache, err := command("go", "env", "GOCACHE")
 	if err != nil {
@@ -480,7 +480,7 @@ func (p *programs) run(code, folder string) (printed string, err error) {
 	return out.String(), nil
 }
 
-// TestRun runs the blocks marked for it, with one folder for each document, and compares the output.
+// TestRun runs the blocks marked for it, using one directory per document, and compares the output.
 func TestRun(t *testing.T) {
 	if testing.Short() {
 		t.Skip("the blocks are run without -short")

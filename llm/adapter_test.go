@@ -46,7 +46,7 @@ func adapters(t *testing.T, c Config) map[string]LoRA {
 	return all
 }
 
-// adapted returns a model with adapters. It has the base model's parameters.
+// adapted returns a model with adapters that shares the base model's parameters.
 func adapted(t *testing.T, dt tensor.Dtype, a LoRA) (base, m *Model) {
 	t.Helper()
 	base, err := NewModel(maskedConfig(), dt, 7)
@@ -105,8 +105,8 @@ func fill(m *Model) {
 	}
 }
 
-// TestAdaptedModel checks that adapters change nothing at first, and that a model with adapters computes
-// what it does once they are merged into its weights.
+// TestAdaptedModel checks that adapters change nothing at first, and that a model computes the same
+// function before and after its adapters are merged into its weights.
 func TestAdaptedModel(t *testing.T) {
 	for name, a := range adapters(t, maskedConfig()) {
 		t.Run(name, func(t *testing.T) {
@@ -147,8 +147,8 @@ func newTuningTrainer(t *testing.T, m *Model, recompute bool, tuned ...string) *
 	return tr
 }
 
-// TestAdaptersLearn checks that adapters learn, and that nothing else changes or has a gradient or
-// optimizer state.
+// TestAdaptersLearn checks that adapters learn, and that nothing else changes or receives a gradient
+// or optimizer state.
 func TestAdaptersLearn(t *testing.T) {
 	for name, a := range adapters(t, maskedConfig()) {
 		t.Run(name, func(t *testing.T) {
@@ -231,7 +231,7 @@ func TestTuned(t *testing.T) {
 		require.NotEqual(t, learns, slices.Equal(before[i], p.Value.Float32s()), p.Name)
 	}
 
-	// The steps are those of a model in which all parameters learn, except for what is frozen.
+	// The steps equal those of a model in which all parameters learn, except for the frozen ones.
 	all, err := NewModel(c, tensor.Float32, 7)
 	require.NoError(t, err)
 	require.Equal(t, losses[0], lossesOf(t, newTuningTrainer(t, all, false))[0])
@@ -317,7 +317,7 @@ func TestAdapterErrors(t *testing.T) {
 	require.ErrorContains(t, c.Check(), "without seeds")
 }
 
-// TestAdaptedGenerator checks that cached decoding has the logits of the merged model.
+// TestAdaptedGenerator checks that cached decoding gives the logits of the merged model.
 func TestAdaptedGenerator(t *testing.T) {
 	_, m := adapted(t, tensor.Float32, adapters(t, maskedConfig())["DoRA"])
 	fill(m)

@@ -83,8 +83,8 @@ func TestBatcher(t *testing.T) {
 	}
 }
 
-// TestBatcherPasses checks how many passes texts take: one for all that wait, and none for what an earlier
-// text has in common with a new one.
+// TestBatcherPasses checks how many passes texts take: one for all waiting texts, and none for the
+// tokens that a new text shares with an earlier one.
 func TestBatcherPasses(t *testing.T) {
 	c := tiny()
 	c.Seq = 64
@@ -134,8 +134,8 @@ func TestBatcherPasses(t *testing.T) {
 		roundRows(4), roundRows(5), roundRows(6), roundRows(7), roundRows(12), roundRows(50), roundRows(65)})
 }
 
-// TestBatcherLeaves checks that a text may be given up at any moment without affecting the rest, that
-// wrong tokens are rejected, and that texts get an error when the batcher is closed.
+// TestBatcherLeaves checks that a text may be abandoned at any time without affecting the others,
+// that invalid tokens are rejected, and that closing the batcher fails all texts.
 func TestBatcherLeaves(t *testing.T) {
 	m, err := NewModel(tiny(), tensor.Float32, 1)
 	require.NoError(t, err)
@@ -183,7 +183,7 @@ func TestBatcherLeaves(t *testing.T) {
 	require.ErrorContains(t, err, "as many rows as texts")
 }
 
-// textOf returns a text of 30 tokens that a generator draws.
+// textOf returns a text of 30 tokens drawn by a generator.
 func textOf(t *testing.T, g *Generator, ctx context.Context, seed uint64) []int {
 	t.Helper()
 	s, err := sampler.New(sampler.Config{Temperature: 1, Seed: seed})

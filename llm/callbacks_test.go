@@ -229,8 +229,8 @@ func TestProfileStep(t *testing.T) {
 	}
 }
 
-// TestScrub checks that corruption before and during a run is reported while the run continues, once for
-// each place.
+// TestScrub checks that corruption before and during a run is reported while the run continues, once
+// for each location.
 func TestScrub(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1 << 20})
 	tr.Config.Epoch = 1 << 20 // the end of an epoch would find it too

@@ -931,8 +931,8 @@ func TestBackgroundCheckpoint(t *testing.T) {
 	}
 }
 
-// TestBackgroundCheckpointFails checks that a failed write ends the run with an error, even if the run
-// ends before the write.
+// TestBackgroundCheckpointFails checks that a failed write stops the run with an error, even if the
+// run ends before the write.
 func TestBackgroundCheckpointFails(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")
 	if err := os.WriteFile(file, nil, 0o666); err != nil {
@@ -948,7 +948,7 @@ func TestBackgroundCheckpointFails(t *testing.T) {
 	}
 }
 
-// folder returns the contents of all files in a folder.
+// folder returns the contents of all files in a directory.
 func folder(t *testing.T, dir string) map[string][]byte {
 	entries, err := os.ReadDir(dir)
 	require.NoError(t, err)

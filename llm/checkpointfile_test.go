@@ -11,8 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 )
 
-// TestCheckpointNames checks that a checkpoint can be written and resumed under every name that the file
-// system allows, and that other names fail the run before its first step.
+// TestCheckpointNames checks that a checkpoint can be written and resumed under every name allowed by
+// the file system, and that other names fail the run before its first step.
 func TestCheckpointNames(t *testing.T) {
 	for _, n := range []int{200, 220, 232, 233, 234, 240, 255, 256} {
 		name := strings.Repeat("n", n)

@@ -252,8 +252,8 @@ func TestKasminaOptionsTakeEffect(t *testing.T) {
 	}
 }
 
-// TestStopOnNonFinite checks that the option ends a run at the first layer that meets a non-finite value,
-// and that the error names the seed. Without the option the loss ends the run.
+// TestStopOnNonFinite checks that the option stops a run at the first layer that encounters a
+// non-finite value, and that the error names the seed. Without the option, the loss stops the run.
 func TestStopOnNonFinite(t *testing.T) {
 	for _, stop := range []bool{false, true} {
 		path := filepath.Join(t.TempDir(), "run.safetensors")
@@ -370,8 +370,8 @@ func TestBadKasminaOptions(t *testing.T) {
 	}
 }
 
-// TestOlderConfigurations checks that files whose configuration contains what is no part of an
-// architecture any more are rejected as what they are.
+// TestOlderConfigurations checks that files whose configuration contains obsolete architecture fields
+// are rejected with an appropriate error.
 func TestOlderConfigurations(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "m.safetensors")
 	m, err := NewModel(tiny(), tensor.Float32, 1)
@@ -604,14 +604,14 @@ func TestBlueprintErrors(t *testing.T) {
 	}
 }
 
-// roomy returns tiny with slots that are large enough for rank 2.
+// roomy returns tiny with slots large enough for rank 2.
 func roomy() Config {
 	c := tiny()
 	c.SlotWidth = 18
 	return c
 }
 
-// TestCapacityResumes checks that blueprints in wide slots train, and that a run that was interrupted
+// TestCapacityResumes checks that blueprints in wide slots train, and that an interrupted run
 // continues bit for bit.
 func TestCapacityResumes(t *testing.T) {
 	o := trainerOptions{config: roomy(), steps: 30}
@@ -913,7 +913,7 @@ func TestTraitsInAFile(t *testing.T) {
 	require.Len(t, m.Params, 1+5*16+1)
 }
 
-// TestPlainConfig checks that a model without traits is stored as it was before traits existed.
+// TestPlainConfig checks that a model without traits is stored as before traits existed.
 func TestPlainConfig(t *testing.T) {
 	text, err := json.Marshal(tiny())
 	require.NoError(t, err)

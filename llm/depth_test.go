@@ -36,7 +36,7 @@ func deep() Config {
 	return c
 }
 
-// depthCommands holds the commands that a run receives, by step.
+// depthCommands holds the commands a run receives, by step.
 type depthCommands map[int][]state.Command
 
 func germinate(seed int, k blueprints.Kind, size int) state.Command {
@@ -605,8 +605,8 @@ func TestRewarm(t *testing.T) {
 	require.ErrorContains(t, other.Resume(t.Context(), path), "Growth.Rewarm is 0 here and 4 there")
 }
 
-// TestFreshMoments wants the second copy of each block to start without moments, and everything
-// else to keep them.
+// TestFreshMoments checks that the second copy of each block starts without moments, and that
+// everything else keeps them.
 func TestFreshMoments(t *testing.T) {
 	for opt, newOptimizer := range map[string]func() (optim.Optimizer, error){"adamw": adamW, "muon": muon} {
 		t.Run(opt, func(t *testing.T) {
@@ -644,8 +644,8 @@ func TestFreshMoments(t *testing.T) {
 	}
 }
 
-// TestDivergedGrowth checks that growth is taken back if the loss is no longer finite, and that the run
-// continues with the bits of a run that never grew.
+// TestDivergedGrowth checks that growth is undone if the loss is no longer finite, and that the run
+// then continues bit-identical to one that never grew.
 func TestDivergedGrowth(t *testing.T) {
 	c := deep()
 	c.Kasmina, c.Seeds, c.Slots = nil, 0, 0

@@ -78,7 +78,7 @@ func kasminaNames(block int) []string {
 	return []string{p + kasminaWeights, p + kasminaScales}
 }
 
-// mirrored is an engine that records which parameters it is told to take from the host.
+// mirrored is an engine that records which parameters are pushed to it.
 type mirrored struct {
 	Engine
 	pushed [][]string
@@ -292,8 +292,8 @@ func blocks(n int) []int {
 	return all
 }
 
-// TestDivergedIsNotSaved saves after every step and damages the model in different ways after step 5. It
-// checks that the run fails and that the checkpoint holds the last good step.
+// TestDivergedIsNotSaved saves after every step and corrupts the model in different ways after step
+// 5. It checks that the run fails and that the checkpoint holds the last good step.
 func TestDivergedIsNotSaved(t *testing.T) {
 	const name = "model.layers.1.mlp.up_proj.weight"
 	at5 := func(f func(*Trainer) error) func(*Trainer) {
@@ -380,12 +380,12 @@ func (o overflown) State() []optim.Tensor {
 	return state
 }
 
-// unchecked is an engine that, in its fifth step, makes the update before it finds that the gradients are
-// not finite.
+// unchecked is an engine that, in its fifth step, applies the update before it finds that the
+// gradients are not finite.
 type unchecked struct {
 	Engine
 	steps  int
-	poison func() // damages the parameters
+	poison func() // corrupts the parameters
 }
 
 func (u *unchecked) Step(b data.Batch) (loss, norm float64, err error) {
@@ -400,9 +400,9 @@ func (u *unchecked) Step(b data.Batch) (loss, norm float64, err error) {
 	return loss, norm, err
 }
 
-// TestUpdateOverflowed checks that a run fails with ErrDiverged if an update has used gradients that are
-// not finite. The checkpoint stays, and even if all parameters are finite, the trainer refuses to use
-// them until it has resumed from the checkpoint.
+// TestUpdateOverflowed checks that a run fails with ErrDiverged if an update used non-finite
+// gradients. The checkpoint is kept, and even if all parameters are finite, the trainer refuses to
+// use them until it has resumed from the checkpoint.
 func TestUpdateOverflowed(t *testing.T) {
 	for what, value := range map[string]float32{"a parameter that is not " +
 		"finite": float32(math.NaN()), "finite parameters": 0.5} {

@@ -28,7 +28,7 @@ func must[T any](v T, err error) T {
 	return v
 }
 
-// A model learns that digits follow each other, is saved, loaded again, and counts on.
+// A model learns that digits follow each other, is saved and loaded again, and continues counting.
 func ExampleTrainer() {
 	dir := must(os.MkdirTemp("", "digits"))
 	defer os.RemoveAll(dir)
@@ -78,8 +78,8 @@ func ExampleTrainer() {
 	// 0123456789
 }
 
-// A blueprint of rank 2 moves from one seed to another. During a run, callbacks may do so, and
-// other goroutines submit the command that ReadBlueprint returns.
+// A blueprint of rank 2 moves from one seed to another. During a run, callbacks may do this directly,
+// while other goroutines submit the command returned by ReadBlueprint.
 func ExampleModel_LoadBlueprint() {
 	dir, err := os.MkdirTemp("", "blueprint")
 	if err != nil {
@@ -160,8 +160,8 @@ func (p *plateau) Receive(e llm.Event) error {
 	return nil
 }
 
-// A part has its own state, which every checkpoint contains, and hooks into the run. This part receives
-// events.
+// A part keeps its own state, which every checkpoint contains, and hooks into the run. This part
+// receives events.
 func ExamplePart() {
 	dir := must(os.MkdirTemp("", "part"))
 	defer os.RemoveAll(dir)

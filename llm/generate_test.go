@@ -42,8 +42,8 @@ func newGenerator(t *testing.T, c Config) (*Generator, *sampler.Sampler) {
 	return g, s
 }
 
-// TestGenerateStreams checks that tokens arrive as they are drawn, and that drawing stops when the caller
-// breaks off or the context is canceled.
+// TestGenerateStreams checks that tokens arrive as they are drawn, and that drawing stops when the
+// caller breaks out of the loop or the context is canceled.
 func TestGenerateStreams(t *testing.T) {
 	g, s := newGenerator(t, tiny())
 	taken := 0
@@ -102,8 +102,9 @@ func TestGenerateStopsWithinAPass(t *testing.T) {
 	require.NoError(t, i.Close())
 }
 
-// TestGenerateStopsWithinAnOp checks that canceling the context stops even an op that takes up most of a
-// pass: a pass that is canceled after a quarter of its processor time must save much of the rest.
+// TestGenerateStopsWithinAnOp checks that canceling the context stops even an op that takes up most
+// of a pass, by requiring that a pass canceled after a quarter of its processor time saves much of
+// the rest.
 func TestGenerateStopsWithinAnOp(t *testing.T) {
 	for name, widen := range map[string]func(*Config){
 		"attention": func(c *Config) { c.Seq, c.Dim, c.Heads, c.HeadDim, c.FF = 8000, 8, 1, 8, 1 },
@@ -580,8 +581,8 @@ func TestDocumentsAreIndependent(t *testing.T) {
 	}
 }
 
-// TestDocumentsOff checks that Config.Documents changes no bits if every sequence is a single document,
-// and that the stored configuration omits it when it is not set.
+// TestDocumentsOff checks that Config.Documents does not affect the results if every sequence is a
+// single document, and that the stored configuration omits it when it is not set.
 func TestDocumentsOff(t *testing.T) {
 	r := randtest.New(t)
 	off := tiny()

@@ -360,8 +360,8 @@ type lossy struct {
 
 func (l lossy) Loss(data.Batch) (float64, error) { return l.loss, nil }
 
-// TestGrowThroughHugeLosses checks that huge validation losses neither end a run nor improve a seed's
-// score. If the loss is not finite, the governor must roll back the grafted seeds.
+// TestGrowThroughHugeLosses checks that huge validation losses neither stop a run nor improve a
+// seed's score. If the loss is not finite, the governor must roll back the grafted seeds.
 func TestGrowThroughHugeLosses(t *testing.T) {
 	for _, loss := range []float64{65503, 65520, 1e9, math.MaxFloat32, math.Inf(1), math.NaN()} {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 12})
@@ -469,9 +469,9 @@ var withoutDecay = map[string]func() (optim.Optimizer, error){
 	},
 }
 
-// TestFrozenSlots checks that a slot keeps its bits from the step when its last seed stops learning,
-// whatever the reason, because no momentum moves it. A run resumed from that step must be
-// bit-identical.
+// TestFrozenSlots checks that a slot remains unchanged, bit for bit, from the step when its last seed
+// stops learning, whatever the reason, because momentum no longer affects it. A run resumed from that
+// step must be bit-identical.
 func TestFrozenSlots(t *testing.T) {
 	const layer, seed, slot, frozenAt, steps = 1, 1, 1, 5, 12
 	for name, optimizer := range withoutDecay {

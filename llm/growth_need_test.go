@@ -11,8 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// TestNeedsAreReproducible repeats the sums over the parameters of a block. Their squares span
-// twelve orders of magnitude, so that any other order of addition changes the last bits.
+// TestNeedsAreReproducible repeats the sums over the parameters of a block. Their squares span twelve
+// orders of magnitude, so that adding them in any other order changes the last bits.
 func TestNeedsAreReproducible(t *testing.T) {
 	adamw, err := optim.NewAdamW()
 	require.NoError(t, err)
@@ -37,7 +37,7 @@ func TestNeedsAreReproducible(t *testing.T) {
 		require.Equal(t, want, needsOf(c, blueprints.Stream, moments, adamw))
 	}
 
-	// In the order of the moments, and of nothing but the squares of the block.
+	// In the order of the moments, and using only the squares of the block.
 	sum := 0.0
 	for _, v := range squares {
 		sum += v + v/3

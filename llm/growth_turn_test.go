@@ -134,8 +134,8 @@ func TestConcurrentCallsWhileGrowing(t *testing.T) {
 	require.Greater(t, reshaped, 3)
 }
 
-// TestResumeBetweenSteps resumes a model with other blocks while a callback of a run is active. The race
-// detector finds accesses of the run to the engine that is being replaced.
+// TestResumeBetweenSteps resumes a model with different blocks while a callback of a run is active.
+// The race detector finds accesses of the run to the engine that is being replaced.
 func TestResumeBetweenSteps(t *testing.T) {
 	tr := growthRun{config: querySites(), steps: 6}.trainer(t)
 	path := filepath.Join(t.TempDir(), "run")

@@ -79,7 +79,7 @@ func TestNil(t *testing.T) {
 	}
 }
 
-// shifted is a tokenizer with ids that the models of these tests do not have.
+// shifted is a tokenizer with ids outside the vocabulary of these tests' models.
 type shifted struct{ tokenizer.Bytes }
 
 func (shifted) Encode([]byte) []int { return []int{1, 300} }
@@ -89,7 +89,7 @@ func (shifted) Decode(ids []int) ([]byte, error) { return make([]byte, len(ids))
 // TestCallbackArguments checks that a callback with invalid arguments fails the run before its first
 // step.
 func TestCallbackArguments(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "file") // where a folder is expected
+	file := filepath.Join(t.TempDir(), "file") // where a directory is expected
 	if err := os.WriteFile(file, nil, 0o666); err != nil {
 		t.Fatal(err)
 	}
@@ -136,8 +136,8 @@ func TestCallbackArguments(t *testing.T) {
 	}
 }
 
-// TestSampleToDevice checks that a sample can be written to an existing file in a folder that allows no
-// new files, such as /dev/stdout.
+// TestSampleToDevice checks that a sample can be written to an existing file in a directory that
+// allows no new files, such as /dev/stdout.
 func TestSampleToDevice(t *testing.T) {
 	r, w, err := os.Pipe()
 	if err != nil {
@@ -146,7 +146,7 @@ func TestSampleToDevice(t *testing.T) {
 	defer r.Close()
 
 	defer w.Close()
-	path := fmt.Sprintf("/dev/fd/%d", w.Fd()) // its folder allows no new files
+	path := fmt.Sprintf("/dev/fd/%d", w.Fd()) // its directory allows no new files
 	if _, err := os.Stat(path); err != nil {
 		t.Skip("this system has no paths to open files:", err)
 	}
@@ -263,8 +263,8 @@ func TestHostileConfig(t *testing.T) {
 	}
 }
 
-// TestLatticeOfOtherSlots checks that a lattice is rejected if its header states a different number
-// of slots than the model has. Otherwise a seed with a higher slot would index outside the weights.
+// TestLatticeOfOtherSlots checks that a lattice is rejected if the number of slots in its header
+// differs from the model's. Otherwise a seed with a higher slot would index outside the weights.
 func TestLatticeOfOtherSlots(t *testing.T) {
 	tensors, metadata := smallCheckpoint(t)
 	l, err := state.NewLattice(2, 4, state.WithSlots(9))

@@ -97,14 +97,14 @@ func TestMaskedSteps(t *testing.T) {
 		})
 	}
 
-	// Without CountTargets every batch counts alike, which is another loss.
+	// Without CountTargets, every batch is weighted equally, which gives a different loss.
 	plain := func(l Loader) Loader { return struct{ Loader }{l} }
 	if d := far(whole, lossesOf(t, newMaskedTrainer(t, 1, 4, plain))); d < 1e-3 {
 		t.Errorf("losses of batches with equal shares differ by %.2g alone: the test has too similar batches", d)
 	}
 }
 
-// TestMaskedResume checks that a run on packed sequences continues bit for bit, also in the middle of
+// TestMaskedResume checks that a run on packed sequences resumes bit for bit, even in the middle of
 // an epoch.
 func TestMaskedResume(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "run.safetensors")
@@ -125,7 +125,7 @@ func TestMaskedResume(t *testing.T) {
 	}
 }
 
-// TestPackedLosses checks that packed sequences have the losses that each has by itself.
+// TestPackedLosses checks that packing sequences does not change the loss of any of them.
 func TestPackedLosses(t *testing.T) {
 	learned := maskedConfig()
 	learned.Positions, learned.Blocks = 16, []Block{{NoRoPE: true}}
@@ -133,7 +133,7 @@ func TestPackedLosses(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			m, err := NewModel(c, tensor.Float32, 7)
 			require.NoError(t, err)
-			for _, p := range m.Params { // attention of fresh weights hardly looks at positions
+			for _, p := range m.Params { // attention with fresh weights hardly depends on positions
 				for i, x := range p.Value.Float32s() {
 					p.Value.Float32s()[i] = 5 * x
 				}

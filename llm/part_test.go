@@ -120,9 +120,8 @@ func TestEMAResumes(t *testing.T) {
 	}
 }
 
-// TestPartsDiffer checks that Resume rejects a checkpoint of a run with other parts, or with parts
-// that are set up differently, and accepts it with WithNewSettings. A rejected checkpoint must change
-// nothing.
+// TestPartsDiffer checks that Resume rejects a checkpoint of a run with other parts or differently
+// configured ones, and accepts it with WithNewSettings. A rejected checkpoint must change nothing.
 func TestPartsDiffer(t *testing.T) {
 	options := trainerOptions{config: tiny(), steps: 4}
 	path := filepath.Join(t.TempDir(), "run")
@@ -193,7 +192,7 @@ func TestPartsFail(t *testing.T) {
 	require.ErrorContains(t, tr.Save(filepath.Join(t.TempDir(), "run")), "before a Resume")
 }
 
-// TestUse checks that parts with unusable names are rejected.
+// TestUse checks that parts with invalid names are rejected.
 func TestUse(t *testing.T) {
 	tr, e := withEMA(t, trainerOptions{config: tiny(), steps: 1}, 0.5)
 	require.ErrorContains(t, tr.Use(e), `a part named "ema" already`)

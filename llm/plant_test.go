@@ -41,7 +41,7 @@ func (tr *Trainer) at(site blueprints.Site, commands ...state.Command) []state.C
 	return commands
 }
 
-// siteCommands holds the commands that a run receives, by step and site.
+// siteCommands holds the commands a run receives, by step and site.
 type siteCommands map[int]map[blueprints.Site][]state.Command
 
 func (s siteCommands) give(tr *Trainer) Callback {
@@ -286,8 +286,8 @@ func TestSitesRefuse(t *testing.T) {
 	}
 }
 
-// TestSeedGrowsInAnotherSize checks that a seed can grow again in another size after its blueprint was
-// culled, with either optimizer.
+// TestSeedGrowsInAnotherSize checks that a seed can grow again at a different size after its
+// blueprint was culled, with either optimizer.
 func TestSeedGrowsInAnotherSize(t *testing.T) {
 	for name, o := range map[string]func() (optim.Optimizer, error){"adamw": adamW, "muon": muon} {
 		t.Run(name, func(t *testing.T) { growsInAnotherSize(t, o) })

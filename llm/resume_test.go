@@ -44,14 +44,14 @@ func checkpointAt5(t *testing.T) (path string) {
 	return path
 }
 
-// abacus is the CPU engine under another name.
+// abacus is the CPU engine under a different name.
 type abacus struct{ Engine }
 
 func (abacus) Name() string { return "abacus" }
 
-// TestResumeWithOtherSettings checks that a change in any setting that affects the bits of a run is
-// rejected by name, with both values, and that a caller who accepts new settings is told of the same
-// difference.
+// TestResumeWithOtherSettings checks that a change in any setting that affects a run's results is
+// rejected by name, with both values, and that a caller who accepts new settings is informed of the
+// same difference.
 func TestResumeWithOtherSettings(t *testing.T) {
 	path := checkpointAt5(t)
 	adamW := func(opts ...optim.AdamWOption) func(*testing.T, *Trainer) {
@@ -123,8 +123,8 @@ func TestResumeWithOtherSettings(t *testing.T) {
 	}
 }
 
-// TestResumeWithMoreSteps checks that a finished run can be extended: as if it had been planned that way
-// if nothing depends on Steps, and only with consent if the schedule does.
+// TestResumeWithMoreSteps checks that a finished run can be extended. If nothing depends on Steps, it
+// continues as if planned that way; if the schedule does, it requires consent.
 func TestResumeWithMoreSteps(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	cosine := func(steps int) optim.Schedule {
@@ -321,8 +321,8 @@ func savedOn(t *testing.T, text string) string {
 }
 
 // TestResumeOnOtherText checks that a run can be resumed with the same text under another file name,
-// and that other text of the same name and size is rejected without WithNewData. With that option,
-// Resume must keep the parts of the run that the caller selects.
+// and that different text of the same name and size is rejected without WithNewData. With that
+// option, Resume must keep the parts of the run that the caller selects.
 func TestResumeOnOtherText(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	one, two := strings.Repeat("all of one text. ", 60), strings.Repeat("all of two text. ", 60)

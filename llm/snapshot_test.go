@@ -88,7 +88,7 @@ func (r growthRun) trainer(t *testing.T) *Trainer {
 	return tr
 }
 
-// saveSteps returns a callback that saves the trainer after each step to a file in a folder.
+// saveSteps returns a callback that saves the trainer after each step to a file in a directory.
 func saveSteps(tr *Trainer, dir string) Callback {
 	return func(e Event) error {
 		if e.Kind == StepEnd {
@@ -207,9 +207,9 @@ func TestResumeInTheSameTrainer(t *testing.T) {
 	require.True(t, bytes.Equal(ended, fileOf(t, tr)))
 }
 
-// TestEvaluatingIsFrozen checks that the parameters of a blueprint in Evaluating keep their bits, even
-// when the twin makes its steps in the model's place, and that a run resumed after any step saves the
-// same final file.
+// TestEvaluatingIsFrozen checks that the parameters of a blueprint in Evaluating remain unchanged,
+// bit for bit, even while the twin makes its steps in place of the model, and that a run resumed
+// after any step saves the same final file.
 func TestEvaluatingIsFrozen(t *testing.T) {
 	r := growthRun{config: querySites(), steps: 14, controller: trialOf()}
 	own := func(tr *Trainer) (all []float32) {
@@ -255,9 +255,9 @@ func TestEvaluatingIsFrozen(t *testing.T) {
 
 var errNoMemory = errors.New("no memory")
 
-// TestRollbackWithoutMemory makes a rollback fail because no engine can be created. It checks that the
-// run ends, and that both the same trainer and a resumed one then reach the bits of a run without the
-// failure.
+// TestRollbackWithoutMemory makes a rollback fail because no engine can be created. It checks that
+// the run stops, and that both the same trainer and a resumed one then end bit-identical to a run
+// without the failure.
 func TestRollbackWithoutMemory(t *testing.T) {
 	fail := false
 	r := growthRun{config: querySites(), steps: 12,
@@ -346,9 +346,9 @@ func (o *failingState) SetState(s []optim.Tensor) error {
 	return o.AdamW.SetState(s)
 }
 
-// TestOptimizerRefusesTwin makes the n-th SetState fail among the calls that end a rolled-back
-// trial. The run must then be resumable from its checkpoint, whether that was saved before or after the
-// failure, with the bits of a run without the failure.
+// TestOptimizerRefusesTwin makes the n-th SetState fail among the calls that end a rolled-back trial.
+// The run must then be resumable from its checkpoint, whether that was saved before or after the
+// failure, and end bit-identical to a run without the failure.
 func TestOptimizerRefusesTwin(t *testing.T) {
 	newOptimizer := func() *failingState {
 		o, err := optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0))
@@ -530,7 +530,8 @@ func TestResumeWhileSampling(t *testing.T) {
 }
 
 // TestResumeAfterAFailedResume makes the creation of an engine fail during Resume. The trainer must
-// refuse to run until another Resume succeeds, and then reach the bits of a run without the failure.
+// refuse to run until another Resume succeeds, and then end bit-identical to a run without the
+// failure.
 func TestResumeAfterAFailedResume(t *testing.T) {
 	fail := false
 	r := growthRun{config: querySites(), steps: 6,

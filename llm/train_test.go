@@ -499,7 +499,7 @@ func TestRunEndReachesAll(t *testing.T) {
 	}
 }
 
-// TestRunTokens checks that RunTokens counts the tokens of the current call of Run only.
+// TestRunTokens checks that RunTokens counts only the tokens of the current call of Run.
 func TestRunTokens(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 5, accumulate: 2})
 	stop := errors.New("stop")

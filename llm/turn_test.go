@@ -43,7 +43,7 @@ func (g gathering) Gradients(b data.Batch) (float64, error) {
 }
 
 // TestInterruptBetweenBatches checks that a run stops when its context is canceled while a step
-// gathers gradients, with a checkpoint of the step before. A run that resumes from it reproduces an
+// gathers gradients, with a checkpoint of the previous step. A run that resumes from it reproduces an
 // uninterrupted one bit for bit.
 func TestInterruptBetweenBatches(t *testing.T) {
 	o := trainerOptions{config: tiny(), steps: 5, accumulate: 3}
@@ -69,8 +69,8 @@ func TestInterruptBetweenBatches(t *testing.T) {
 	checkSame(t, straight, first)
 }
 
-// TestLastCheckpoint checks that a run that a callback ends saves a checkpoint of its last step, and
-// returns the callback's error first. A run with no new or no sound step keeps the old file.
+// TestLastCheckpoint checks that a run stopped by a callback saves a checkpoint of its last step, and
+// returns the callback's error first. A run without a new, sound step keeps the old file.
 func TestLastCheckpoint(t *testing.T) {
 	full := errors.New("the disk is full")
 	for name, c := range map[string]struct {
@@ -109,7 +109,7 @@ func TestLastCheckpoint(t *testing.T) {
 	}
 }
 
-// TestTornStep checks that a step without the end of its epoch is neither saved nor continued.
+// TestTornStep checks that a step whose epoch was not ended is neither saved nor continued from.
 func TestTornStep(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "run")
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 9}) // epochs of 3
@@ -291,7 +291,7 @@ func TestCommandsOfARunWithin(t *testing.T) {
 }
 
 // TestCommandsAfterAFailedRecord checks that commands are rejected in a step that cannot record a
-// request: the step is not complete, so no checkpoint contains what they would have changed.
+// request, because the step is not complete and no checkpoint would contain their effect.
 func TestCommandsAfterAFailedRecord(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 4})
 	full := errors.New("the disk is full")
@@ -346,9 +346,9 @@ type beside struct {
 	files sync.Map // hashes of the parameters in each saved file
 }
 
-// TestBesideARun checks that everything other goroutines do during a run sees the model between two
-// steps: saves, loads, blueprints, samples, evaluations, commands and queries. Every file must load, and
-// its parameters must be the model's parameters after some step.
+// TestBesideARun checks that everything other goroutines do during a run (saves, loads, blueprints,
+// samples, evaluations, commands and queries) sees the model between two steps. Every file must load,
+// and its parameters must be the model's parameters after some step.
 func TestBesideARun(t *testing.T) {
 	left := operations(t)
 	tr := newTrainer(t, trainerOptions{config: roomy(), steps: 1 << 30})
@@ -518,7 +518,7 @@ func TestSteer(t *testing.T) {
 				told = append(told, s.To.String()+": "+s.Reason)
 			}
 		case e.Kind == StepEnd && e.Step == 12:
-			// the seed is not dormant any more when the second one is due
+			// the seed is no longer dormant when the second one is due
 			answers = append(answers, tr.Steer(plant, train), tr.Steer(plant))
 		case e.Kind == StepEnd && e.Step == 17: // an epoch ends after the next step
 			answers = append(answers,
@@ -693,7 +693,7 @@ func TestRequestsAreAnsweredTruthfully(t *testing.T) {
 	}
 }
 
-// TestRecordOfSavesAndStops checks that the record says who requested a save or a stop, and that a
+// TestRecordOfSavesAndStops checks that the record states who requested a save or a stop, and that a
 // run which replays the record is neither stopped nor rejected a save.
 func TestRecordOfSavesAndStops(t *testing.T) {
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
@@ -817,8 +817,8 @@ func hostBits(t *testing.T, tr *Trainer) map[string]uint32 {
 }
 
 // TestAdapters checks that LoRA learns in a frozen model with every placement strategy, and that the
-// model's own parameters keep their bits. A run that resumes after any step, or replays the record,
-// reproduces the uninterrupted run bit for bit. All blueprints are merged at the end.
+// model's own parameters remain unchanged, bit for bit. A run that resumes after any step, or replays
+// the record, reproduces the uninterrupted run bit for bit. All blueprints are merged at the end.
 func TestAdapters(t *testing.T) {
 	for _, where := range []control.Where{control.Unhealthiest, control.AtRandom, control.AllAtOnce} {
 		t.Run("where "+string(where), func(t *testing.T) {

@@ -25,9 +25,9 @@ func matrixNode(g *gorgonia.ExprGraph, name string, rows, cols int,
 }
 
 // This example builds a model of one Llama block and computes its loss and gradients for two
-// sequences of four tokens. The model has an embedding, attention with rotary positions, a
-// SiLU-gated perceptron, norms, and an output layer with the loss. It is not trained, so its loss is
-// close to the loss of a guess, ln 16 ≈ 2.8.
+// sequences of four tokens. The model consists of an embedding, attention with rotary position
+// embeddings, a SiLU-gated MLP, norms, and an output layer with the loss. It is untrained, so its
+// loss is close to that of guessing, ln 16 ≈ 2.8.
 func Example() {
 	const seq, vocab, dim, heads, ff = 4, 16, 8, 2, 24
 	g := gorgonia.NewGraph()
@@ -128,7 +128,7 @@ func ExampleAttention() {
 	// [3.0 3.0]
 }
 
-// In this example two documents share a sequence. All keys are equal, so the output at every
+// In this example, two documents share a sequence. All keys are equal, so the output at every
 // position is the average of its document's values up to and including that position.
 func ExampleDocumentAttention() {
 	g := gorgonia.NewGraph()
@@ -270,7 +270,7 @@ func ExampleKasmina() {
 
 // This example trains a small classifier on XOR. It consists of Gorgonia's own ops, with a Kasmina
 // layer after the hidden features. During the training, seed 0 passes through its whole life cycle.
-// The example omits the gates. In a real run they use Metrics to decide when a seed may advance.
+// The example omits the gates. In a real run, gates use Metrics to decide when a seed may advance.
 func ExampleKasmina_training() {
 	check := func(err error) {
 		if err != nil {

@@ -114,14 +114,14 @@ func TestGoldenKasminaOptions(t *testing.T) {
 }
 
 // goldenCase is one case of a file testdata/golden_*.safetensors. The contents are described in
-// make_golden.py in the same folder.
+// make_golden.py in the same directory.
 type goldenCase struct {
 	name     string
 	settings json.RawMessage
 	tensors  map[string]safetensors.Tensor
 }
 
-// loadGolden returns the cases of a file, in order of their names.
+// loadGolden returns the cases of a file, sorted by name.
 func loadGolden(t *testing.T, file string) []*goldenCase {
 	t.Helper()
 	tensors, metadata, err := safetensors.Load(filepath.Join("..", "testdata",

@@ -120,8 +120,8 @@ func (k *kasminaLayer) rowByRow(l *state.Lattice) (y []float64, d kasminaGrads) 
 	return y, d
 }
 
-// TestKasminaCapacityIsDeterministic checks that the bits of the results don't depend on the number of
-// cores.
+// TestKasminaCapacityIsDeterministic checks that results don't depend on the number of cores, bit for
+// bit.
 func TestKasminaCapacityIsDeterministic(t *testing.T) {
 	const rows, seeds, chunk, slots, width = 300, 44, 24, 5, 200
 	var first []float64

@@ -191,8 +191,8 @@ func TestKasminaHealthIsOfTheInput(t *testing.T) {
 	}
 }
 
-// TestKasminaLimitsWithoutReports checks that passes that aren't watched aren't reported, but still
-// determine the limits of the strict mode and of adaptive clipping.
+// TestKasminaLimitsWithoutReports checks that unwatched passes aren't reported, but still determine
+// the limits of the strict mode and of adaptive clipping.
 func TestKasminaLimitsWithoutReports(t *testing.T) {
 	r := random(t)
 	for _, telemetry := range []state.Telemetry{{Mode: state.Off},

@@ -89,7 +89,7 @@ func (k *kasminaLayer) checkStage(stage state.Stage, kind string) {
 		if !sameBits(y, k.x) || !sameBits(d.x, k.g) {
 			k.t.Error("training changes the host: y is not x or dx is not g")
 		}
-		// The parameters learn as if blended with α = 1, so they have the same gradients as in a seed
+		// The parameters learn as if blended with α = 1, so their gradients equal those of a seed
 		// with α = 1 in the grafting stage.
 		l := k.forwardOp.Lattice
 		for i := range l.Seeds() {
@@ -280,8 +280,8 @@ func TestKasminaAdaptive(t *testing.T) {
 	}
 }
 
-// overflows reports whether seed 0's transform overflows if it is computed in float32 as its formula is
-// written.
+// overflows reports whether seed 0's transform overflows if its formula is evaluated literally in
+// float32.
 func (k *kasminaLayer) overflows(chunk int) bool {
 	narrow := func(v []float64) []float32 {
 		s := make([]float32, len(v))
@@ -742,8 +742,8 @@ func (l *startLayer) advance(t *testing.T, kind blueprints.Kind, slot int) {
 	require.NoError(t, l.lattice.SetAlpha(1, 0.5))
 }
 
-// TestKasminaFreshWeights checks that on weights of zeros, which haven't been written yet, every kind
-// starts as the identity in the first pass that computes with it, and learns from there.
+// TestKasminaFreshWeights checks that on unwritten weights, which are all zero, every kind starts as
+// the identity in the first pass that uses it, and learns from there.
 func TestKasminaFreshWeights(t *testing.T) {
 	for name, newMachine := range machines {
 		for _, recompute := range []bool{false, true} {
@@ -779,8 +779,8 @@ func TestKasminaFreshWeights(t *testing.T) {
 	}
 }
 
-// TestKasminaFreshWeightsOnce checks that the identity start is the same in every run, differs between
-// layers and slots, and never overwrites a slot that has been written.
+// TestKasminaFreshWeightsOnce checks that the identity start is the same in every run, differs
+// between layers and slots, and never overwrites a written slot.
 func TestKasminaFreshWeightsOnce(t *testing.T) {
 	first := func(slot int, name string) []float64 {
 		l := newStartLayer(t, tensor.Float64, false)

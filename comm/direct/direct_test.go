@@ -31,7 +31,7 @@ func newHost() *host {
 	return h
 }
 
-// elsewhere is the base of addresses that are valid in another process only.
+// elsewhere is the base of addresses that are valid only in another process.
 const elsewhere = comm.Ptr(1) << 44
 
 // device is one of the GPUs, as seen by a process.
@@ -368,7 +368,7 @@ func TestHold(t *testing.T) {
 	})
 }
 
-// TestOpen checks that an open route sends without being told that its destinations are free.
+// TestOpen checks that an open route sends without waiting for its destinations to be declared free.
 func TestOpen(t *testing.T) {
 	const bytes, s = 64, comm.Stream(7)
 	each(t, 2, nil, func(d *device, g comm.Group, why error) {
@@ -412,8 +412,8 @@ func TestRefused(t *testing.T) {
 	})
 }
 
-// TestAbort checks that a stream that waits for a rank that sends nothing continues after an abort,
-// and that Err returns the cause.
+// TestAbort checks that a stream waiting for a rank that sends nothing continues after an abort, and
+// that Err returns the cause.
 func TestAbort(t *testing.T) {
 	each(t, 2, nil, func(d *device, g comm.Group, _ error) {
 		p, err := d.Alloc(64)

@@ -37,7 +37,7 @@ func TestUntilInterrupt(t *testing.T) {
 	require.Equal(t, comm.ExitPeer, ExitCode(errors.Join(cause, comm.ErrPeer)))
 	require.Equal(t, 1, ExitCode(context.Canceled))
 	require.Equal(t, 0, ExitCode(nil))
-	// Closing the terminal as well must not end the program.
+	// Closing the terminal as well must not terminate the program.
 	defer signal.Reset(syscall.SIGHUP, syscall.SIGPIPE)
 	require.NoError(t, self.Signal(syscall.SIGHUP))
 	require.True(t, signal.Ignored(syscall.SIGHUP) && signal.Ignored(syscall.SIGPIPE),

@@ -269,7 +269,7 @@ func TestFlood(t *testing.T) {
 	require.Equal(t, 3*floodLines, strings.Count(stderr.String(), "\n"))
 }
 
-// TestEarlyEnd checks that the successful end of a process doesn't end the rest of the run.
+// TestEarlyEnd checks that a process that exits successfully doesn't terminate the rest of the run.
 func TestEarlyEnd(t *testing.T) {
 	j, stdout, _ := job(t, "early", 2)
 	require.NoError(t, Run(t.Context(), j))
@@ -333,8 +333,8 @@ type fullDisk struct{}
 
 func (fullDisk) Write([]byte) (int, error) { return 0, errors.New("disk full") }
 
-// TestOutputThatCannotBeWritten checks that a write error doesn't end the processes and is returned at
-// the end.
+// TestOutputThatCannotBeWritten checks that a write error doesn't terminate the processes and is
+// returned at the end.
 func TestOutputThatCannotBeWritten(t *testing.T) {
 	j, _, stderr := job(t, "flood", 1)
 	j.Stdout = fullDisk{}

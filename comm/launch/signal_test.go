@@ -27,7 +27,7 @@ import (
 
 func init() {
 	maps.Copy(roles, map[string]func(int){
-		// Ends successfully when asked to.
+		// Exits successfully when asked to terminate.
 		"polite": func(int) {
 			signals := make(chan os.Signal, 1)
 			signal.Notify(signals, syscall.SIGTERM, syscall.SIGINT, syscall.SIGUSR1)
@@ -128,8 +128,8 @@ func reduceForever(int) {
 	os.Exit(comm.ExitCode(err))
 }
 
-// TestKilledRank kills a rank at a random moment of a collective. It checks that the remaining ranks end,
-// and that all of them as well as the launcher name the killed rank.
+// TestKilledRank kills a rank at a random moment of a collective. It checks that the remaining ranks
+// exit, and that all of them as well as the launcher name the killed rank.
 func TestKilledRank(t *testing.T) {
 	const size = 3
 	for range 5 {
@@ -174,7 +174,7 @@ func TestKilledRank(t *testing.T) {
 	}
 }
 
-// TestStubbornRanks checks that ranks that ignore the request to end are killed.
+// TestStubbornRanks checks that ranks that ignore the request to terminate are killed.
 func TestStubbornRanks(t *testing.T) {
 	j, _, _ := job(t, "stubborn", 3)
 	j.Grace = 300 * time.Millisecond
@@ -198,7 +198,7 @@ func TestBlame(t *testing.T) {
 	require.Equal(t, 0, e.Deaths[1].Rank, e)
 }
 
-// TestLeftChildren checks that the children of a rank are killed with it and don't delay the end of the
+// TestLeftChildren checks that a rank's children are killed with it and don't delay the end of the
 // run.
 func TestLeftChildren(t *testing.T) {
 	j, stdout, _ := job(t, "parent", 2)
@@ -212,13 +212,14 @@ func TestLeftChildren(t *testing.T) {
 	}
 }
 
-// zombie reports whether a process has ended without being waited for.
+// zombie reports whether a process has exited without being waited for.
 func zombie(pid int) bool {
 	out, err := exec.Command("ps", "-o", "stat=", "-p", strconv.Itoa(pid)).Output()
 	return err != nil || strings.HasPrefix(strings.TrimSpace(string(out)), "Z")
 }
 
-// TestSignals checks that all processes receive the launcher's signals and may end in their own time.
+// TestSignals checks that all processes receive the launcher's signals and may exit in their own
+// time.
 func TestSignals(t *testing.T) {
 	for _, s := range []syscall.Signal{syscall.SIGTERM, syscall.SIGINT} {
 		j, stdout, _ := job(t, "polite", 2)
@@ -233,7 +234,7 @@ func TestSignals(t *testing.T) {
 	}
 }
 
-// TestSecondSignal checks that a second signal ends processes that ignored the first.
+// TestSecondSignal checks that a second signal terminates processes that ignored the first.
 func TestSecondSignal(t *testing.T) {
 	j, stdout, _ := job(t, "deaf", 2)
 	j.Grace = 100 * time.Millisecond

@@ -283,7 +283,7 @@ func TestTwoStreams(t *testing.T) {
 	require.NoError(t, errors.Join(errs...))
 }
 
-// TestReplay checks that work that a graph runs again exchanges data again.
+// TestReplay checks that work rerun by a graph exchanges data again.
 func TestReplay(t *testing.T) {
 	all := ranks(t, 2)
 	errs := everywhere(2, func(r int) error {
@@ -322,7 +322,8 @@ func (r *recorder) Enqueue(_ comm.Stream, work func() error) error {
 	return nil
 }
 
-// TestDifferentCalls checks that calls that would make NCCL hang are an error that names them.
+// TestDifferentCalls checks that mismatched calls, which would make NCCL hang, cause an error that
+// names them.
 func TestDifferentCalls(t *testing.T) {
 	for name, calls := range map[string][2]func(me rank, p comm.Ptr) error{
 		"AllGather of 1 uint8": {

@@ -189,8 +189,8 @@ func TestOrderedSumRefuses(t *testing.T) {
 		"boundaries that increase")
 }
 
-// TestCutShards checks that every boundary is a possible one, and that no other is nearer to an
-// even division.
+// TestCutShards checks that every boundary is admissible, and that no other is nearer to an even
+// division.
 func TestCutShards(t *testing.T) {
 	rng := newRand(t)
 	for range 300 {

@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 )
 
-// TestWatchAbortsWork checks that ranks that wait for a failed rank end with its cause.
+// TestWatchAbortsWork checks that ranks waiting for a failed rank return the cause of its failure.
 func TestWatchAbortsWork(t *testing.T) {
 	all := ranks(t, 4)
 	errs := everywhere(4, func(r int) error {
@@ -72,7 +72,7 @@ func TestWatchReportsFailedWork(t *testing.T) {
 	}
 }
 
-// TestWatchEndsWithItsContext checks that a run that ends well is not aborted.
+// TestWatchEndsWithItsContext checks that a successful run is not aborted.
 func TestWatchEndsWithItsContext(t *testing.T) {
 	all := ranks(t, 2)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -86,8 +86,8 @@ func TestWatchEndsWithItsContext(t *testing.T) {
 	require.NoError(t, errors.Join(errs...))
 }
 
-// TestLeftRank checks that work that needs a rank that has closed its group fails with an error
-// that says so.
+// TestLeftRank checks that work involving a rank that has closed its group fails with an error that
+// says so.
 func TestLeftRank(t *testing.T) {
 	all := ranks(t, 2)
 	require.NoError(t, all[1].Group.Close())

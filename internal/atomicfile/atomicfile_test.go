@@ -82,8 +82,8 @@ func TestPreservesLink(t *testing.T) {
 	}
 }
 
-// TestStale checks that a write removes the temporary files of killed writers and nothing else: no
-// file of a running writer or of another owner, and no user's file with a similar name.
+// TestStale checks that a write removes the temporary files of killed writers but nothing else, in
+// particular no file of a running writer or another owner, and no user's file with a similar name.
 func TestStale(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "model")
@@ -125,8 +125,8 @@ func TestStale(t *testing.T) {
 	}
 }
 
-// TestTemporaryStays checks that the temporary file of a running writer is never removed, even in
-// its first moment, while other writers remove stale ones.
+// TestTemporaryStays checks that the temporary file of a running writer is never removed, not even
+// right after its creation, while other writers remove stale ones.
 func TestTemporaryStays(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "model")
@@ -170,8 +170,8 @@ func TestTemporaryStays(t *testing.T) {
 	<-stopped
 }
 
-// TestLongNames checks that every name that the file system allows can be written, and that Writable
-// rejects all other names in advance.
+// TestLongNames checks that every name allowed by the file system can be written, and that Writable
+// rejects all others in advance.
 func TestLongNames(t *testing.T) {
 	text := func(f *os.File) error { _, err := f.WriteString("text"); return err }
 	for _, n := range []int{1, 100, 200, 219, 220, 233, 234, 250, 255, 256, 300} {

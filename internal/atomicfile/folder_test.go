@@ -12,12 +12,12 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// fill puts a file into a folder.
+// fill puts a file into a directory.
 func fill(dir string) error {
 	return os.WriteFile(filepath.Join(dir, "config"), []byte("ours"), 0o666)
 }
 
-// names returns the contents of a folder.
+// names returns the contents of a directory.
 func names(t *testing.T, dir string) (all []string) {
 	t.Helper()
 	entries, err := os.ReadDir(dir)
@@ -28,8 +28,8 @@ func names(t *testing.T, dir string) (all []string) {
 	return all
 }
 
-// TestCreateFolder checks that a folder is created where there is nothing or an empty folder, even
-// through a symbolic link, and that no other files remain.
+// TestCreateFolder checks that a directory is created where there is nothing or an empty directory,
+// even through a symbolic link, and that no other files remain.
 func TestCreateFolder(t *testing.T) {
 	dir := t.TempDir()
 	require.NoError(t, CreateFolder(filepath.Join(dir, "a", "new"), fill))
@@ -58,7 +58,7 @@ func TestCreateFolder(t *testing.T) {
 	require.Equal(t, []string{"config"}, names(t, target))
 }
 
-// TestAppears checks that a file or folder that appears during a write is preserved and makes the
+// TestAppears checks that a file or directory that appears during a write is preserved and makes the
 // write fail.
 func TestAppears(t *testing.T) {
 	theirs := []byte("theirs")
@@ -93,7 +93,7 @@ func TestAppears(t *testing.T) {
 		}
 	}
 
-	// An empty folder may be used by anyone.
+	// An empty directory may be used by anyone.
 	path := filepath.Join(t.TempDir(), "out")
 	require.NoError(t, CreateFolder(path, func(tmp string) error {
 		return errors.Join(os.Mkdir(path, 0o777), fill(tmp))
@@ -121,8 +121,8 @@ func TestMoveWithoutTheSystem(t *testing.T) {
 	require.Equal(t, "theirs", string(got))
 }
 
-// TestStaleFolder checks that the temporary folder of a killed process is removed, but not the
-// temporary folder of a running one.
+// TestStaleFolder checks that the temporary directory of a killed process is removed, but not that of
+// a running one.
 func TestStaleFolder(t *testing.T) {
 	if runtime.GOOS == "windows" {
 		t.Skip("Windows cannot tell whose folder it is")

@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestMain acts as another program that claims a folder if an environment variable names one.
+// TestMain acts as another program that claims a directory if an environment variable names one.
 func TestMain(m *testing.M) {
 	dir := os.Getenv("FOLDERLOCK_CLAIM")
 	if dir == "" {
@@ -27,10 +27,10 @@ func TestMain(m *testing.M) {
 	}
 
 	os.Stdout.Write([]byte("!"))
-	io.Copy(io.Discard, os.Stdin) // until it is told to end, or killed
+	io.Copy(io.Discard, os.Stdin) // until it is told to exit, or killed
 }
 
-// other starts another program that claims a folder. It returns whether the program succeeded, and
+// other starts another program that claims a directory. It returns whether the program succeeded, and
 // a function that kills it.
 func other(t *testing.T, dir string) (claimed bool, kill func()) {
 	t.Helper()
@@ -53,8 +53,8 @@ func other(t *testing.T, dir string) (claimed bool, kill func()) {
 	return false, func() {}
 }
 
-// TestOneProgram checks that a folder belongs to one program at a time, until the program is killed
-// or has released the folder as often as it claimed it, and that no files remain.
+// TestOneProgram checks that a directory belongs to one program at a time, until the program is
+// killed or has released the directory as often as it claimed it, and that no files remain.
 func TestOneProgram(t *testing.T) {
 	dir := t.TempDir()
 	first, err := Claim(dir)

@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestLockFile checks that the file that replaces a folder's lock is removed with the lock, and
+// TestLockFile checks that the file that replaces a directory's lock is removed with the lock, and
 // that two simultaneous claims never both succeed while it appears and disappears.
 func TestLockFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), name)

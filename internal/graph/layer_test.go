@@ -2,7 +2,7 @@ package graph
 
 import "testing"
 
-// TestLayerName checks the layers in parameters' names.
+// TestLayerName checks the layer names derived from parameter names.
 func TestLayerName(t *testing.T) {
 	for name, want := range map[string]string{"model.layers.13.mlp.up_proj.weight": "model.layers.13", "lm_head.weight": "lm_head",
 		"w": "w", "3": "3", "": "", "h.0.ln_1.weight": "h.0"} {

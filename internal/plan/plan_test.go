@@ -53,7 +53,7 @@ func TestPackChain(t *testing.T) {
 	}
 }
 
-// peak returns the maximum memory that the intervals need in any step, which is a lower bound for
+// peak returns the maximum memory needed by the intervals in any step, which is a lower bound for
 // Pack.
 func peak(all []*Interval, alignment int) int {
 	steps := map[int]int{}

@@ -56,7 +56,7 @@ func TestKernelHasCodebooks(t *testing.T) {
 	}
 }
 
-// nearest is [Codebook.Code] by trying all values.
+// nearest implements [Codebook.Code] by trying all values.
 func nearest(b *Codebook, x float32) int {
 	best := 0
 	for c := 1; c < 256; c++ {

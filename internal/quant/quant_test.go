@@ -13,8 +13,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// TestMatrix compares the elements of random matrices of odd sizes with definitions of the formats
-// that are evaluated element by element in float64, and checks that any range of rows is decoded alike.
+// TestMatrix compares the elements of random matrices of odd sizes with the definitions of the
+// formats, evaluated element by element in float64, and checks that decoding any range of rows gives
+// the same elements.
 func TestMatrix(t *testing.T) {
 	r := randtest.New(t)
 	for _, f := range []Format{BFloat16, Float8, NF4} {
@@ -53,7 +54,7 @@ func TestMatrix(t *testing.T) {
 	}
 }
 
-// nearestValue returns what element i of w becomes, by trying all numbers that its format has.
+// nearestValue returns the stored value of element i of w, found by trying all numbers of the format.
 func nearestValue(m *Matrix, w []float32, i int) float64 {
 	v := float64(w[i])
 	var values []float64
@@ -87,7 +88,7 @@ func nearestValue(m *Matrix, w []float32, i int) float64 {
 	return best
 }
 
-// TestSize checks the memory that a large matrix takes.
+// TestSize checks the memory taken by a large matrix.
 func TestSize(t *testing.T) {
 	const rows, cols = 128, 4096
 	for f, bits := range map[Format]float64{BFloat16: 16, Float8: 8 + 32./cols, NF4: 4 + 8./64 + 32./(64*256)} {
@@ -119,10 +120,10 @@ func TestRefuses(t *testing.T) {
 	require.EqualError(t, err, `"int4" is not a format of weights, want one of bf16, float8, nf4`)
 }
 
-// TestNF4 compares codes, scales and decoded elements with the results of bitsandbytes, bit for bit. The
-// second level of scales may differ slightly: the CPU code of bitsandbytes looks up codes in a table of
-// 65536 intervals and so may choose the second nearest one, and PyTorch's mean adds the scales in another
-// order.
+// TestNF4 compares codes, scales and decoded elements with the results of bitsandbytes, bit for bit.
+// The second level of scales may differ slightly, because the CPU code of bitsandbytes looks up codes
+// in a table of 65536 intervals, which may yield the second nearest one, and PyTorch's mean adds the
+// scales in a different order.
 func TestNF4(t *testing.T) {
 	var cases []struct {
 		Name                           string

@@ -8,8 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// TestSeed checks which seeds are fixed: the given one, and the seeds derived from test names where CI
-// is set.
+// TestSeed checks that the given seed is fixed, as are the seeds derived from test names if CI is
+// set.
 func TestSeed(t *testing.T) {
 	t.Setenv("KASMINA_SEED", "")
 	t.Setenv("CI", "")

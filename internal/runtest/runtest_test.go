@@ -16,7 +16,7 @@ import (
 
 var flags = runtest.AddFlags()
 
-// TestRandomRuns checks that random runs keep the promises of package llm.
+// TestRandomRuns checks that random runs keep the guarantees of package llm.
 func TestRandomRuns(t *testing.T) {
 	plan := runtest.Plan{Usual: 40 * time.Second, Fixed: 100}
 	if testing.Short() {
@@ -25,9 +25,9 @@ func TestRandomRuns(t *testing.T) {
 	runtest.Campaign(t, runtest.CPU(), *flags, plan)
 }
 
-// TestRandomFailures checks runs with one failing operation each. Each run must report the failure, and
-// the next attempt must end with the bits of a run without failures. With -cases 1000, the test continues
-// until an operation has failed in 1,000 runs.
+// TestRandomFailures checks runs with one failing operation each. Each run must report the failure,
+// and the result of the next attempt must be bit-identical to that of a run without failures. With
+// -cases 1000, the test continues until an operation has failed in 1,000 runs.
 func TestRandomFailures(t *testing.T) {
 	m := runtest.CPU()
 	plan := runtest.Plan{Usual: 20 * time.Second, Fixed: 50, Failing: true,
@@ -38,7 +38,7 @@ func TestRandomFailures(t *testing.T) {
 	runtest.Campaign(t, m, *flags, plan)
 }
 
-// TestKnownCases checks a minimal case for each known fault of the trainer, now fixed.
+// TestKnownCases checks a minimal case for each past fault of the trainer.
 func TestKnownCases(t *testing.T) {
 	text, err := os.ReadFile(filepath.Join("testdata", "cases.json"))
 	require.NoError(t, err)

@@ -83,7 +83,7 @@ func TestHugeHeaders(t *testing.T) {
 	}
 }
 
-// header returns a file that consists of a header of about the given number of bytes, mostly items.
+// header returns a file consisting of a header of about the given number of bytes, mostly items.
 func header(room int, open string, item func(b *bytes.Buffer, i int), end string) []byte {
 	var b bytes.Buffer
 	b.Grow(room + 200)

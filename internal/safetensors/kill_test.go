@@ -78,7 +78,7 @@ func TestKill(t *testing.T) {
 			if now := halfWrittenFiles(); len(now) > 0 && !slices.Equal(now, left) {
 				return
 			}
-			time.Sleep(50 * time.Microsecond) // lets the child have the processor
+			time.Sleep(50 * time.Microsecond) // yields the processor to the child
 		}
 	}
 

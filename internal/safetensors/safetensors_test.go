@@ -173,7 +173,7 @@ func TestBytes(t *testing.T) {
 	}
 }
 
-// TestOtherByteOrder pretends that this host has the other byte order: files must then have the
+// TestOtherByteOrder pretends that this host uses the other byte order. Files must then contain the
 // bytes of every element reversed, and load correctly.
 func TestOtherByteOrder(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "f")
@@ -266,7 +266,7 @@ func TestSaveFails(t *testing.T) {
 		t.Errorf("into an absent folder: %v", err)
 	}
 
-	// A folder in place of the file makes the save fail at the rename.
+	// A directory in place of the file makes the save fail at the rename.
 	path := filepath.Join(dir, "model")
 	if err := os.MkdirAll(filepath.Join(path, "full"), 0o777); err != nil {
 		t.Fatal(err)
@@ -297,8 +297,8 @@ func TestConcurrentSaves(t *testing.T) {
 	}
 
 	for range writers {
-		// Windows refuses to replace a file that another goroutine is renaming. This is an error,
-		// not damage.
+		// Windows refuses to replace a file that another goroutine is renaming. This is an error, not
+		// corruption.
 		if err := <-done; err != nil && runtime.GOOS != "windows" {
 			t.Error(err)
 		}

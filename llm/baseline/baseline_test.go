@@ -171,7 +171,7 @@ func TestBaselineErrors(t *testing.T) {
 }
 
 func TestGzipBitsPerByte(t *testing.T) {
-	// A run of one byte costs the header and trailer of 18 bytes and little more.
+	// A run of one byte costs little more than the 18 bytes of header and trailer.
 	got, err := GzipBitsPerByte(t.Context(), bytes.Repeat([]byte("a"), 10_000))
 	if size := got * 10_000 / 8; err != nil || size < 18 || size > 60 {
 		t.Errorf("10000 equal bytes become %v bytes, %v", size, err)
@@ -206,8 +206,8 @@ func TestZeroOrder2(t *testing.T) {
 	require.ErrorContains(t, err, "nil")
 }
 
-// TestContextEnds checks that all functions that read text stop when the context ends, even in the middle
-// of the text.
+// TestContextEnds checks that all functions that read text stop when the context is done, even in the
+// middle of the text.
 func TestContextEnds(t *testing.T) {
 	enough := errors.New("enough")
 	text := make([]byte, 8<<20)
@@ -237,7 +237,7 @@ func TestContextEnds(t *testing.T) {
 	require.ErrorContains(t, err, "the context is nil")
 }
 
-// looking is a context that ends after the given number of calls of Err.
+// looking is a context that is canceled after the given number of calls of Err.
 type looking struct {
 	context.Context
 	most int

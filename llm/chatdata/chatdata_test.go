@@ -32,7 +32,7 @@ const (
 		`{% elif m.role == "assistant" %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}`
 )
 
-// newEncoder returns an encoder with a byte-level tokenizer that has the tokens of ChatML.
+// newEncoder returns an encoder with a byte-level tokenizer that includes the tokens of ChatML.
 func newEncoder(t *testing.T, template string) *chatdata.Encoder {
 	t.Helper()
 	text, config, err := hf.Train(t.Context(), strings.NewReader("hello hello world hello"), 260, "gpt2", nil)
@@ -303,7 +303,7 @@ func TestLoader(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	// An epoch has every learned token once, after the earlier tokens of the same sequence.
+	// An epoch contains every learned token once, after the earlier tokens of the same sequence.
 	want := map[string]int{}
 	for _, s := range sequences {
 		for i := range s.IDs {
@@ -341,7 +341,7 @@ func TestLoader(t *testing.T) {
 		t.Errorf("an epoch has\n%v\nwant\n%v", have, want)
 	}
 
-	// A loader that is set to a place goes on from there, in the next epoch too.
+	// A loader set to a position continues from there, including in the next epoch.
 	for range 9 {
 		mustNext(t, l)
 	}

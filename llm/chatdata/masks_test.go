@@ -15,7 +15,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/hf"
 )
 
-// masksOf is an entry of the file that testdata/masks.py writes: a template with its conversations.
+// masksOf is an entry of the file written by testdata/masks.py, holding a template with its
+// conversations.
 type masksOf struct {
 	Name, Source, Tokenizer string
 	End                     []int
@@ -30,8 +31,9 @@ type masksOf struct {
 	}
 }
 
-// TestPublishedMasks compares tokens and masks with the results of transformers, for templates that mark
-// the assistant's words with {% generation %}. It needs the file that testdata/masks.py writes.
+// TestPublishedMasks compares tokens and masks with the results of transformers, for templates that
+// mark the assistant's words with {% generation %}. It requires the file written by
+// testdata/masks.py.
 func TestPublishedMasks(t *testing.T) {
 	folder := os.Getenv("KASMINA_CHAT_CORPUS")
 	if folder == "" {
@@ -89,8 +91,8 @@ func TestPublishedMasks(t *testing.T) {
 	t.Log(counts)
 }
 
-// compareMasks compares a mask with the one of transformers, which may also cover the white space around
-// a turn and the invitation to the assistant.
+// compareMasks compares a mask with that of transformers, which may also cover the white space around
+// a turn and the assistant prefix.
 func compareMasks(t *testing.T, e *chatdata.Encoder, name string, s chatdata.Sequence, mask []int) string {
 	var more []int
 	for i, learn := range s.Learn {

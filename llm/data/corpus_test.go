@@ -390,8 +390,8 @@ func FuzzCorpus(f *testing.F) {
 	})
 }
 
-// TestSampleDocuments checks that the pieces of a sample belong to one document each, are adjacent, and
-// are as long as possible.
+// TestSampleDocuments checks that the parts of a sample each belong to one document, are adjacent,
+// and are as long as possible.
 func TestSampleDocuments(t *testing.T) {
 	r := randtest.New(t)
 	files := map[string]string{}

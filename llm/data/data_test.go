@@ -88,7 +88,8 @@ func TestTokensWithAHole(t *testing.T) {
 	}
 }
 
-// TestReadingStops checks that functions that read or write large files stop when their context ends.
+// TestReadingStops checks that functions that read or write large files stop when their context is
+// canceled.
 func TestReadingStops(t *testing.T) {
 	tokens := filepath.Join(t.TempDir(), "tokens")
 	text := mustOpen(t, texttest.Files(t, texttest.Numbered(3))).Train
@@ -101,7 +102,8 @@ func TestReadingStops(t *testing.T) {
 	require.ErrorIs(t, WriteTokens(ctx, tokens, text, tokenizer.Bytes{}, nil), enough)
 }
 
-// TestTokensStop checks that an error of a progress function ends the work, and that no file remains.
+// TestTokensStop checks that an error from a progress function aborts the work, and that no file
+// remains.
 func TestTokensStop(t *testing.T) {
 	stop, calls, dir := errors.New("stop"), 0, t.TempDir()
 	_, err := CacheTokens(t.Context(), filepath.Join(dir, "tokens"),

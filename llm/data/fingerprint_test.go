@@ -24,7 +24,7 @@ func printOf(t *testing.T, text *Text) string {
 }
 
 // TestFingerprint checks that the fingerprint depends on the contents of the text and the ends of its
-// documents, but not on names, folders or times.
+// documents, but not on names, directories or times.
 func TestFingerprint(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	of := func(files map[string]string) string {
@@ -42,8 +42,8 @@ func TestFingerprint(t *testing.T) {
 		of(map[string]string{"a": parts, "b": parts}), "other ends of documents")
 }
 
-// TestFingerprintPieces checks that a large file has the same fingerprint on one core and on several, and
-// that reading stops when the context ends.
+// TestFingerprintPieces checks that a large file has the same fingerprint on one core and on several,
+// and that reading stops when the context is canceled.
 func TestFingerprintPieces(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	dir := t.TempDir()
@@ -65,8 +65,8 @@ func TestFingerprintPieces(t *testing.T) {
 	require.ErrorIs(t, err, enough)
 }
 
-// TestFingerprintProgress checks that progress counts every byte once, that an error of progress ends the
-// work, and that a nil text or context doesn't panic.
+// TestFingerprintProgress checks that progress counts every byte once, that an error from progress
+// aborts the work, and that a nil text or context doesn't panic.
 func TestFingerprintProgress(t *testing.T) {
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	text := mustOpen(t, texttest.Files(t, texttest.Numbered(30))).Train

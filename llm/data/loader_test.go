@@ -323,7 +323,8 @@ func TestLoaderReportsAVanishedFile(t *testing.T) {
 	}
 }
 
-// pairs makes one token of two bytes, and one of a single byte at the end of a text of odd length.
+// pairs encodes two bytes as one token, and a single byte at the end of a text of odd length as
+// another.
 type pairs struct{ vocab int }
 
 func (pairs) Name() string { return "pairs" }
@@ -506,7 +507,7 @@ func TestContextEndsTokenize(t *testing.T) {
 	require.Equal(t, 2, calls)
 }
 
-// counting is a tokenizer that calls encoding for each piece.
+// counting is a tokenizer that calls encoding for each call of Encode.
 type counting struct{ encoding func() }
 
 func (counting) Name() string                 { return "counting" }
@@ -514,7 +515,7 @@ func (counting) VocabSize() int               { return 300 }
 func (counting) Decode([]int) ([]byte, error) { return nil, nil }
 func (c counting) Encode([]byte) []int        { c.encoding(); return []int{1} }
 
-// panicking is a Tokens that panics when it is read.
+// panicking is a Tokens that panics when read.
 type panicking struct{ Tokens }
 
 func (panicking) ReadTokens([]int, int64) error { panic("tokens") }

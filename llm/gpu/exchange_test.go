@@ -18,9 +18,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
-// TestRanksExchange measures how long the exchanges of a step take without computation, with gradients
-// and weights in bfloat16. It compares the routes of package comm/direct with the same sends and receives
-// by NCCL, and with NCCL's collectives.
+// TestRanksExchange measures how long the exchanges of a step take without computation, with
+// gradients and weights in bfloat16. It compares the routes of package comm/direct with the same
+// sends and receives through NCCL, and with NCCL's collectives.
 func TestRanksExchange(t *testing.T) {
 	most := gpus(t)
 	if testing.Short() {
@@ -143,7 +143,7 @@ func (x *exchanger) model(ctx context.Context, name string, n *nccl.Group, g com
 		return err
 	}
 
-	// to returns the address of a rank's piece of a bucket.
+	// to returns the address of a rank's part of a bucket.
 	to := func(base comm.Ptr, bucket, r int) comm.Ptr {
 		return base + comm.Ptr(bucket*bucketBytes+r*piece)
 	}

@@ -170,7 +170,7 @@ func losses(t *testing.T, tr *llm.Trainer) []float64 {
 	return all
 }
 
-// requireClose checks that each loss is within a relative tolerance of the wanted one.
+// requireClose checks that each loss is within a relative tolerance of the expected one.
 func requireClose(t *testing.T, want, got []float64, tolerance float64) {
 	t.Helper()
 	require.Len(t, got, len(want))
@@ -348,9 +348,10 @@ func testResume(t *testing.T, device *cudaops.Device, precision cudaops.Precisio
 	require.InEpsilon(t, a, c, 1e-3, "held-out loss on the CPU")
 }
 
-// TestResumeGradientPrecision resumes a run with float32 gradients as one with bfloat16 gradients, and
-// vice versa. The change of precision changes the bits of the run, so the user must ask for it. If
-// batches are accumulated, the precision has no effect and nothing needs to be confirmed.
+// TestResumeGradientPrecision resumes a run with float32 gradients as one with bfloat16 gradients,
+// and vice versa. Changing the precision affects the results of the run, so the user must request it
+// explicitly. If batches are accumulated, the precision has no effect and nothing needs to be
+// confirmed.
 func TestResumeGradientPrecision(t *testing.T) {
 	device := open(t)
 	wide, narrow := planned(), planned()

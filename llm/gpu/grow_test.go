@@ -37,8 +37,8 @@ func pace() int {
 	return 1
 }
 
-// runSchedule returns the losses of a run under the schedule, and by how much the model's final loss rises
-// without seed 7 of the last layer.
+// runSchedule returns the losses of a run under the schedule, and by how much the model's final loss
+// increases without seed 7 of the last layer.
 func runSchedule(t *testing.T, device *cudaops.Device) (all []float64, worth float64) {
 	t.Helper()
 	tr := newTrainer(t, device, cudaops.Float32, 1, false, state.WithEmbargo(0))

@@ -36,9 +36,9 @@ func (s *sign) Write(b []byte) (int, error) {
 	return n, err
 }
 
-// TestRanksEnd checks that when a rank on a GPU is killed in the middle of its work, all processes end
-// within 10 s and name the rank, and that they end soon after the deadline when a rank is stopped
-// instead.
+// TestRanksEnd checks that when a rank on a GPU is killed in the middle of its work, all processes
+// exit within 10 s and name the rank, and that they exit soon after the deadline when a rank is
+// suspended instead.
 func TestRanksEnd(t *testing.T) {
 	gpus(t)
 	self, err := os.Executable()

@@ -120,8 +120,8 @@ func toStage(m *llm.Model, layer int, seeds []int, size int, to state.Stage) err
 	return m.Kasmina.Do(all...)
 }
 
-// life moves all seeds through their stages, seeds in the stream two steps later than seeds at weights.
-// In the end one seed of each site is rolled back, and all remaining seeds are fossilized.
+// life moves all seeds through their stages, seeds in the stream two steps later than seeds at
+// weights. In the end, one seed of each site is rolled back, and all remaining seeds are fossilized.
 func life(tr *llm.Trainer, folder string) {
 	stages := []state.Stage{state.Training, state.Grafting, state.Stabilization,
 		state.Evaluating, state.FineTuning}
@@ -275,10 +275,10 @@ func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond)
 // when another engine follows.
 type byHost struct{ llm.Stepper }
 
-// TestSwapPace measures how long it takes to replace the engine of a model of 124 million parameters when
-// its graph changes, and where that time goes, with parameters that stay on the device and with
-// parameters that pass through the host. The log has the time of each part. As a check, the test also
-// compares the three steps after the swap with three later ones.
+// TestSwapPace measures how long it takes to replace the engine of a model of 124 million parameters
+// when its graph changes, and where that time goes, both with parameters that stay on the device and
+// with parameters that pass through the host. The log contains the time of each part. As a check, the
+// test also compares the three steps after the swap with three later ones.
 func TestSwapPace(t *testing.T) {
 	device := open(t)
 	if testing.Short() {

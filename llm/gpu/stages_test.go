@@ -52,8 +52,8 @@ var squares = func() blueprints.Kind {
 	return k
 }()
 
-// variants lists the lives of seeds as the stages they enter, one per step. From every stage that allows
-// it, some life is taken back.
+// variants lists the lives of seeds as the stages they enter, one per step. From every stage that
+// allows it, some life is rolled back.
 var variants = [][]state.Stage{
 	{state.Training, state.Grafting, state.Stabilization, state.Evaluating, state.FineTuning,
 		state.Fossilized},

@@ -180,7 +180,8 @@ func TestInAndOut(t *testing.T) {
 	}
 }
 
-// TestOwnModel checks that a model that wasn't loaded from a folder is the same after saving and loading.
+// TestOwnModel checks that a model that wasn't loaded from a folder is unchanged after saving and
+// loading.
 func TestOwnModel(t *testing.T) {
 	c := llm.Config{Vocab: 50, Dim: 24, Layers: 2, Heads: 4, KVHeads: 2, FF: 40, Seq: 16,
 		Kasmina: []int{0, 1}, Seeds: 4}.Default()

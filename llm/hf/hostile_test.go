@@ -23,7 +23,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// copyOf returns a copy of a model's folder, which a test then damages.
+// copyOf returns a copy of a model's folder for a test to corrupt.
 func copyOf(t *testing.T, folder string) string {
 	dir := t.TempDir()
 	require.NoError(t, os.CopyFS(dir, os.DirFS(filepath.Join("testdata", folder))))
@@ -73,7 +73,7 @@ func requireRefused(t *testing.T, dir, want string) {
 	require.Less(t, processor.Time(t)-start, time.Second)
 }
 
-// TestHostileFolders checks that the error names the damage.
+// TestHostileFolders checks that the error names the problem.
 func TestHostileFolders(t *testing.T) {
 	requireRefused(t, filepath.Join(t.TempDir(), "none"), "no such file")
 	requireRefused(t, t.TempDir(), "it has no config.json")
@@ -418,8 +418,8 @@ func TestSamplingDefaults(t *testing.T) {
 	}
 }
 
-// TestWiden checks the conversion of every 16-bit number at every position, and that numbers that are not
-// finite are found.
+// TestWiden checks the conversion of every 16-bit number at every position, and that non-finite
+// numbers are found.
 func TestWiden(t *testing.T) {
 	for h := range 1 << 16 {
 		for dtype, want := range map[safetensors.DType]float64{
@@ -448,8 +448,8 @@ func TestWiden(t *testing.T) {
 	}
 }
 
-// TestLargeTensor checks that a tensor that several goroutines read equals the one in the file, and that
-// the position of a number that is not finite is reported.
+// TestLargeTensor checks that a tensor read by several goroutines equals the one in the file, and
+// that the position of a non-finite number is reported.
 func TestLargeTensor(t *testing.T) {
 	const vocab, dim = 300_000, 64
 	dir := copyOf(t, "llama2")

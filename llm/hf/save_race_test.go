@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestSaveRace checks that SavePretrained doesn't touch a folder that another process creates while
+// TestSaveRace checks that SavePretrained leaves alone a folder that another process creates while
 // the model is being saved.
 func TestSaveRace(t *testing.T) {
 	f, err := Open("testdata/tiny")

@@ -34,8 +34,8 @@ func (k tokens) ReadTokens(dst []int, offset int64) error {
 	return nil
 }
 
-// planted returns a model in which a run has planted blueprints, with random parameters. Their seeds are in
-// stage Training.
+// planted returns a model with blueprints planted by a run, whose parameters are random. Their seeds
+// are in stage Training.
 func planted(t *testing.T, c llm.Config, all ...llm.Planted) *llm.Model {
 	t.Helper()
 	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
@@ -138,7 +138,7 @@ func TestMergedLoads(t *testing.T) {
 				want := logits(t, m)
 				again, err := hf.Plain(m)
 				require.NoError(t, err)
-				if name == "llama" { // the other families are saved like the folder that they came from
+				if name == "llama" { // the other families are saved like the folders they came from
 					dir := filepath.Join(t.TempDir(), "grown")
 					require.NoError(t, hf.SavePretrained(t.Context(), dir, m))
 					again, err = hf.Load(t.Context(), dir)

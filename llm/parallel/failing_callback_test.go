@@ -30,8 +30,8 @@ func failAt(kind llm.EventKind) llm.Callback {
 	}
 }
 
-// TestCallbackFailsBeforeMeeting has a callback of rank 1 fail in a step after which callbacks of the
-// other ranks need all ranks. Every rank must report the cause, and the last step must be saved.
+// TestCallbackFailsBeforeMeeting makes a callback of rank 1 fail in a step after which callbacks on
+// the other ranks need all ranks. Every rank must report the cause, and the last step must be saved.
 func TestCallbackFailsBeforeMeeting(t *testing.T) {
 	s := setup{config: small(), steps: 9, accumulate: 3}
 	heldOut := func(t *testing.T) *data.Evaluation {
@@ -121,7 +121,7 @@ func TestCallbackFailsBeforeMeeting(t *testing.T) {
 	}
 }
 
-// requireCause requires every rank to report that the disk of rank 1 is full.
+// requireCause requires every rank to report that rank 1's disk is full.
 func requireCause(t *testing.T, errs []error) {
 	t.Helper()
 	for rank, err := range errs {
@@ -166,8 +166,8 @@ func (p unprepared) PrepareStep(u llm.Turn) error {
 	return nil
 }
 
-// TestPartFailsAtOneRank has a part of rank 1 fail before a step, and at the start of a run. Every rank must
-// report the cause.
+// TestPartFailsAtOneRank makes a part of rank 1 fail before a step, and at the start of a run. Every
+// rank must report the cause.
 func TestPartFailsAtOneRank(t *testing.T) {
 	for name, part := range map[string]unprepared{"start": {start: true}, "step": {step: true}} {
 		t.Run(name, func(t *testing.T) {

@@ -30,7 +30,7 @@ const deadline = 2 * time.Second
 
 // Environment variables of processes that the tests start as ranks.
 const (
-	folderVariable  = "KASMINA_PARALLEL_TEST" // folder for checkpoints
+	folderVariable  = "KASMINA_PARALLEL_TEST" // directory for checkpoints
 	versionVariable = "KASMINA_PARALLEL_VERSION"
 	partsVariable   = "KASMINA_PARALLEL_PARTS" // set if each rank saves its own part
 )
@@ -55,8 +55,8 @@ func faulty(dir string) setup {
 		every: 1}
 }
 
-// rankIn trains as the rank that the environment describes. It resumes a checkpoint in the folder, if
-// there is any.
+// rankIn trains as the rank that the environment describes. It resumes from a checkpoint in the
+// directory, if there is one.
 func rankIn(dir string) (err error) {
 	place, err := comm.FromEnvironment(os.Getenv)
 	if err != nil {
@@ -120,7 +120,7 @@ func (s *screen) Write(b []byte) (int, error) {
 	return s.text.Write(b)
 }
 
-// start launches ranks with the given folder.
+// start launches ranks with the given directory.
 func start(ctx context.Context, t *testing.T, dir string, size int, env ...string) (out *screen,
 	ended chan error) {
 	t.Helper()
@@ -165,7 +165,7 @@ func dirOf(t *testing.T) string {
 	return dir.(string)
 }
 
-// TestKilledRanks kills a rank at a random time. It checks that all processes end within 10 s and
+// TestKilledRanks kills a rank at a random time. It checks that all processes exit within 10 s and
 // name the rank, that no file is corrupted, and that continuing on another number of ranks reproduces
 // an uninterrupted run bit for bit.
 func TestKilledRanks(t *testing.T) {
@@ -257,8 +257,7 @@ func TestStoppedRank(t *testing.T) {
 	require.Empty(t, children(t))
 }
 
-// TestHangingCallback checks that the blame goes to the rank that hangs, and not to the ranks that wait
-// for it.
+// TestHangingCallback checks that the hanging rank is blamed, and not the ranks waiting for it.
 func TestHangingCallback(t *testing.T) {
 	release := make(chan struct{})
 	s := setup{config: small(), steps: 9, accumulate: 3}
@@ -287,8 +286,8 @@ func TestHangingCallback(t *testing.T) {
 	}
 }
 
-// TestFailingCallback checks that if a callback fails at one rank, all ranks end after the same step with
-// the same checkpoint, and report the rank and the reason.
+// TestFailingCallback checks that if a callback fails at one rank, all ranks stop after the same step
+// with the same checkpoint, and report the rank and the reason.
 func TestFailingCallback(t *testing.T) {
 	s := setup{config: small(), steps: 9, accumulate: 3,
 		save: filepath.Join(t.TempDir(), "run.safetensors")}

@@ -45,7 +45,7 @@ type victim struct {
 	update time.Duration // duration of the last update
 }
 
-// aimed wraps the engine of the rank that is to die.
+// aimed wraps the engine of the rank to be killed.
 func aimed(rank int, path string, newEngine func(*llm.Model, optim.Optimizer, llm.TrainConfig) (
 	llm.Engine, error)) func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error) {
 	v := victim{path: path}
@@ -119,7 +119,7 @@ func (v *victim) Own() ([]optim.Part, error) {
 	return v.Parallel.Own()
 }
 
-// names returns the names in the checkpoint's folder.
+// names returns the names in the checkpoint's directory.
 func (v *victim) names() map[string]bool {
 	names := map[string]bool{}
 	entries, _ := os.ReadDir(filepath.Dir(v.path))
@@ -157,7 +157,7 @@ func (v *victim) watch(before map[string]bool) {
 }
 
 // TestAimedKills kills a rank in the forward pass, in the backward pass, in the update, or at a
-// certain moment of a save that all ranks write together. It checks that all ranks end and name the
+// certain moment of a save that all ranks write together. It checks that all ranks exit and name the
 // killed rank, that the set of files is either the old or the new one, and that continuing on another
 // number of ranks reproduces an uninterrupted run bit for bit.
 func TestAimedKills(t *testing.T) {

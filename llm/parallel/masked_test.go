@@ -60,8 +60,9 @@ func maskedLosses(ctx context.Context, batch, accumulate int, engine func(*llm.M
 	return losses, tr.Run(ctx)
 }
 
-// TestMaskedRanks checks that ranks have the bits of one process, and the losses of a step that is one
-// batch, although batches have different numbers of targets.
+// TestMaskedRanks checks that results of several ranks are bit-identical to those of one process, and
+// that losses equal those of steps with a single batch, although batches differ in their number of
+// targets.
 func TestMaskedRanks(t *testing.T) {
 	whole, err := maskedLosses(t.Context(), 4, 1, nil)
 	require.NoError(t, err)

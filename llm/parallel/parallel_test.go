@@ -68,7 +68,7 @@ type setup struct {
 func adamW() (optim.Optimizer, error) { return optim.NewAdamW(optim.WithLR(0.01)) }
 func lion() (optim.Optimizer, error)  { return optim.NewLion(optim.WithLR(0.001)) }
 
-// adamW8bit quantizes the moments of all matrices to eight bits. Several matrices end in an incomplete
+// adamW8bit quantizes the moments of all matrices to 8 bits. Several matrices end in an incomplete
 // block.
 func adamW8bit() (optim.Optimizer, error) {
 	return optim.NewAdamW8bit(optim.WithLR(0.01), optim.WithMin8bitSize(100),
@@ -385,7 +385,8 @@ func siteLives(tr *llm.Trainer) {
 	})
 }
 
-// mustHaveGrown checks that the model in a checkpoint has been given blocks, and has seeds that blend.
+// mustHaveGrown checks that the model in a checkpoint has gained blocks and contains seeds that
+// blend.
 func mustHaveGrown(t *testing.T, file []byte) {
 	path := filepath.Join(t.TempDir(), "grown.safetensors")
 	require.NoError(t, os.WriteFile(path, file, 0o666))
@@ -424,8 +425,8 @@ func TestLimitsOfTheStepBefore(t *testing.T) {
 	require.ErrorIs(t, s.run(t, 0), llm.ErrSettings)
 }
 
-// TestResumesOnAnyNumber checks that any number of ranks can resume a checkpoint, whatever number wrote
-// it, and that the resulting bits are the same as without the interruption.
+// TestResumesOnAnyNumber checks that any number of ranks can resume a checkpoint, whatever number
+// wrote it, and that the result is bit-identical to that of an uninterrupted run.
 func TestResumesOnAnyNumber(t *testing.T) {
 	for name, s := range map[string]setup{
 		"AdamW": {config: small(), steps: 13, accumulate: 4, grow: true, commands: true},

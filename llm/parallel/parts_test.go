@@ -22,7 +22,7 @@ func (s setup) whole(t *testing.T, from string) []byte {
 	return s.file(t, 0)
 }
 
-// otherFiles returns the names of all other files in a checkpoint's folder.
+// otherFiles returns the names of all other files in a checkpoint's directory.
 func otherFiles(t *testing.T, path string) (names []string) {
 	t.Helper()
 	entries, err := os.ReadDir(filepath.Dir(path))
@@ -36,8 +36,8 @@ func otherFiles(t *testing.T, path string) (names []string) {
 }
 
 // TestParts checks that a checkpoint written by several ranks together has the same contents as one
-// written by a single process, that any number of ranks can resume it, and that no older files remain in
-// its folder.
+// written by a single process, that any number of ranks can resume it, and that no older files remain
+// in its directory.
 func TestParts(t *testing.T) {
 	for name, s := range map[string]setup{
 		"AdamW":     {config: small(), steps: 8, accumulate: 4, every: 2},
@@ -154,7 +154,7 @@ func TestDamagedParts(t *testing.T) {
 	require.NoError(t, own.run(t, 0))
 }
 
-// TestDamagedPartsOfScales checks the same for moments that have fewer elements than their parameters.
+// TestDamagedPartsOfScales checks the same for moments with fewer elements than their parameters.
 func TestDamagedPartsOfScales(t *testing.T) {
 	s := setup{config: small(), steps: 2, accumulate: 2, parts: true, optimizer: adamW8bit}
 	s.save = filepath.Join(t.TempDir(), "run.safetensors")
@@ -203,7 +203,7 @@ func (s setup) edited(t *testing.T, path, old, to string) []byte {
 	return b
 }
 
-// foreignMain returns a main file that refers to a set of parts that can't exist.
+// foreignMain returns a main file that refers to an impossible set of parts.
 func (s setup) foreignMain(t *testing.T) string {
 	t.Helper()
 	tensors, metadata, err := safetensors.Load(s.save)

@@ -136,9 +136,9 @@ func steerAsPerson(ctx context.Context, c *api.Client, path string) error {
 	return ctx.Err()
 }
 
-// TestBoardMeasuresAllRanks checks that a change of telemetry on the board of rank 0 takes effect at all
-// ranks between the same two steps, repeatedly, and that replaying the record of rank 0 reproduces the
-// run in a single process.
+// TestBoardMeasuresAllRanks checks that a change of telemetry on rank 0's board takes effect at all
+// ranks between the same two steps, repeatedly, and that replaying rank 0's record reproduces the run
+// in a single process.
 func TestBoardMeasuresAllRanks(t *testing.T) {
 	const size, steps = 2, 60
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, small().Seq)

@@ -119,8 +119,8 @@ func TestStepSameBits(t *testing.T) {
 	}
 }
 
-// TestStepWithoutUpdate checks that if a rank has no batch, or an earlier round of the step has a loss
-// that is not finite, no rank updates and all ranks report the cause.
+// TestStepWithoutUpdate checks that if a rank has no batch, or an earlier round of the step had a
+// non-finite loss, no rank updates and all ranks report the cause.
 func TestStepWithoutUpdate(t *testing.T) {
 	s := setup{config: small(), steps: 6, accumulate: 4}
 	for name, c := range map[string]struct {
@@ -154,8 +154,8 @@ func TestStepWithoutUpdate(t *testing.T) {
 	}
 }
 
-// TestStepFails checks that an error of a callback at one rank, or a request to stop there, ends the run
-// on all ranks after the same step, although ranks only communicate during steps.
+// TestStepFails checks that a callback error or a request to stop at one rank stops the run on all
+// ranks after the same step, although ranks only communicate during steps.
 func TestStepFails(t *testing.T) {
 	s := setup{config: small(), steps: 9, accumulate: 2}
 	for name, c := range map[string]struct {

@@ -106,14 +106,14 @@ func TestLossCurveTakesAnyLosses(t *testing.T) {
 	}
 }
 
-// TestLossCurveResumes checks that a run that was killed at step 15 and resumed from its checkpoint at
-// step 10 has the same curve as a run that was never interrupted.
+// TestLossCurveResumes checks that a run killed at step 15 and resumed from its checkpoint at step 10
+// has the same curve as an uninterrupted run.
 func TestLossCurveResumes(t *testing.T) {
 	dir := t.TempDir()
 	log := filepath.Join(dir, "log.jsonl")
 	for _, logFirst := range []bool{true, false} {
 		os.Remove(log)
-		older := eventtest.Run(0, 8) // an earlier run in the same folder
+		older := eventtest.Run(0, 8) // an earlier run in the same directory
 		eventtest.Send(t, runlog.JSON(log), slices.Insert(older, 1, llm.Event{Kind: llm.EvalEnd,
 			ValLoss: 99})...)
 		killed := eventtest.Run(0, 20)
@@ -284,9 +284,9 @@ func TestNilOption(t *testing.T) {
 	require.ErrorContains(t, err, "plot: LossCurve: an option is nil")
 }
 
-// TestUnwritablePath checks that a run ends before its first step if the picture cannot be written.
+// TestUnwritablePath checks that a run fails before its first step if the picture cannot be written.
 func TestUnwritablePath(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "file") // not a folder
+	file := filepath.Join(t.TempDir(), "file") // not a directory
 	require.NoError(t, os.WriteFile(file, nil, 0o666))
 	err := LossCurve(filepath.Join(file, "loss.png"), "")(llm.Event{Kind: llm.RunStart})
 	require.ErrorContains(t, err, "plot: LossCurve: mkdir")

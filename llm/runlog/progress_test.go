@@ -164,8 +164,8 @@ training 24,552 of 151,140 parameters (16%) from step 3 to step 9
 `, out.String())
 }
 
-// TestProgressFollowsGrowth checks that speed and remaining time are measured from the last growth:
-// ten steps take a second each, and after the growth a step takes three seconds.
+// TestProgressFollowsGrowth checks that speed and remaining time are measured from the last growth,
+// in a run whose steps take one second before the growth and three seconds after it.
 func TestProgressFollowsGrowth(t *testing.T) {
 	p := &progress{w: io.Discard}
 	e := llm.Event{Kind: llm.RunStart, Steps: 20}
@@ -240,7 +240,7 @@ func TestNumbersForPeople(t *testing.T) {
 }
 
 // TestProgressSeeds checks that the bar counts the growing seeds by stage. It omits the counts if no
-// seed is growing or the line has no room for every stage.
+// seed is growing or the line is too short for every stage.
 func TestProgressSeeds(t *testing.T) {
 	var out strings.Builder
 	report := func(stages ...state.Stage) llm.Event {

@@ -88,7 +88,7 @@ func TestLogProbs(t *testing.T) {
 		require.InDelta(t, want.LogProb, s.Top()[i].LogProb, 1e-12)
 	}
 
-	// There are fewer tokens than asked for, and those ruled out do not count.
+	// There are fewer tokens than requested, and excluded ones are not counted.
 	s = mustSampler(t, Config{LogProbs: true, Top: 20})
 	mustDraw(t, s, logits[:3])
 	require.Len(t, s.Top(), 2)
@@ -99,8 +99,8 @@ func TestLogProbs(t *testing.T) {
 	require.InDelta(t, 0, s.LogProb(), 1e-12)
 }
 
-// TestPenaltyErrors checks that impossible settings are rejected by name, and that a failed draw does
-// not count.
+// TestPenaltyErrors checks that invalid settings are rejected by name, and that a failed draw is not
+// counted.
 func TestPenaltyErrors(t *testing.T) {
 	nan, inf := math.NaN(), math.Inf(1)
 	for want, c := range map[string]Config{

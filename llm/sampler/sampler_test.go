@@ -284,7 +284,8 @@ func TestSamplerErrors(t *testing.T) {
 	}
 }
 
-// TestSampleOutsideVocab checks that logits beyond Vocab make no difference, whatever their values.
+// TestSampleOutsideVocab checks that logits beyond Vocab make no difference, regardless of their
+// values.
 func TestSampleOutsideVocab(t *testing.T) {
 	r := randtest.New(t)
 	for range 300 {

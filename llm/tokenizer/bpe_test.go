@@ -446,8 +446,8 @@ func TestHugeBPE(t *testing.T) {
 	})
 }
 
-// FuzzLoadBPE varies the contents between the header and the checksum. A file is either rejected, or
-// it is a working encoding that keeps its name when it is saved again.
+// FuzzLoadBPE varies the contents between the header and the checksum. Every file is either rejected
+// or a working encoding that keeps its name when saved again.
 func FuzzLoadBPE(f *testing.F) {
 	f.Add("merges 0\n", []byte("a"))
 	f.Add("merges 2\n97 98\n256 99\n", []byte("abc abc"))
@@ -571,8 +571,8 @@ func TestLoadBPEIrregularFiles(t *testing.T) {
 	}
 }
 
-// TestTrainingStops checks that an error of a progress function ends the training, and that no file
-// remains.
+// TestTrainingStops checks that an error from a progress function stops the training, and that no
+// file remains.
 func TestTrainingStops(t *testing.T) {
 	stop, calls, dir := errors.New("stop"), 0, t.TempDir()
 	_, err := LoadOrTrainBPE(t.Context(), filepath.Join(dir, "bpe"),
@@ -590,8 +590,8 @@ type sampled []byte
 
 func (s sampled) Sample(limit int) ([]byte, error) { return s[:min(limit, len(s))], nil }
 
-// TestContextEndsTraining checks that training returns the context's cause if the context ends, before
-// the training or between two merges.
+// TestContextEndsTraining checks that training returns the context's cause if the context is
+// canceled, before the training or between two merges.
 func TestContextEndsTraining(t *testing.T) {
 	text := texttest.Words(1, 3000)
 	cause := errors.New("stopped by hand")

@@ -117,7 +117,8 @@ func TestStages(t *testing.T) {
 	}
 }
 
-// TestIsolationIsWhole checks that a blueprint that is not finite doesn't affect the host's output.
+// TestIsolationIsWhole checks that a blueprint with non-finite output doesn't affect the host's
+// output.
 func TestIsolationIsWhole(t *testing.T) {
 	r := newRig(t, [4]float64{0, 1, 0, 1})
 	row := graft.Row{Of: r.controls}
@@ -150,7 +151,7 @@ func TestLowRank(t *testing.T) {
 		require.True(t, report.OK(1e-6), "%v", report)
 	}
 
-	// Isolated, a and b have the gradients that they would have for α = 1.
+	// Isolated, a and b receive the same gradients as for α = 1.
 	gradients := func(s [graft.Controls]float64) [][]float64 {
 		r := &rig{t, rand.New(rand.NewPCG(1, 2)), gorgonia.NewGraph(), nil}
 		r.controls = gorgonia.NodeFromAny(r.g, tensor.New(tensor.WithShape(1, graft.Controls),

@@ -9,8 +9,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/sharedlib"
 )
 
-// TestCards checks that Cards returns the values that the library reports, and zeros for those it
-// does not support.
+// TestCards checks that Cards returns the values reported by the library, and zeros for unsupported
+// ones.
 func TestCards(t *testing.T) {
 	want := []Card{{0, "NVIDIA H100", "GPU-1", 612.5, 700, 60 << 30, 80 << 30, 0.97},
 		{1, "NVIDIA H100", "GPU-2", 0, 0, 1 << 30, 80 << 30, 0}}

@@ -71,8 +71,8 @@ func TestForeignLines(t *testing.T) {
 	require.Zero(t, r.Status().Params)
 }
 
-// TestGroups checks that events which differ only in their seed are one group, although the events of
-// each seed are recorded together.
+// TestGroups checks that events which differ only in their seed form one group, although the events
+// of each seed are recorded together.
 func TestGroups(t *testing.T) {
 	r := NewRun("0", "run", nil)
 	for _, e := range boardtest.Growing() {

@@ -12,7 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// TestAt checks that single rows equal the rows of the whole.
+// TestAt checks that rows computed individually equal those of the whole attention.
 func TestAt(t *testing.T) {
 	// Scores reach 20, where the float32 rounding error of 1e-6 becomes a relative error of their
 	// exponentials.

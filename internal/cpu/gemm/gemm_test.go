@@ -177,7 +177,7 @@ func testGemm[T cpu.Float](t *testing.T, eps float64) {
 	}
 }
 
-// TestGemmAdds checks that a product that adds D has the bits of the product followed by an
+// TestGemmAdds checks that a product that adds D is bit-identical to the product followed by an
 // addition, for one and several steps along k, and for few and many rows.
 func TestGemmAdds(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
@@ -205,7 +205,7 @@ func TestGemmAdds(t *testing.T) {
 }
 
 // TestGemmCores checks that the number of cores, and the resulting blocks of C, do not affect the
-// bits.
+// result.
 func TestGemmCores(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := randtest.New(t)

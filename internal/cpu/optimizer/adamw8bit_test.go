@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// reference8 is a step of AdamW with moments of eight bits in float64, of one block, in the words of
-// bitsandbytes' kernel: dequantize, update, find the scale, quantize.
+// reference8 performs a step of AdamW with 8-bit moments on one block in float64, following the steps
+// of bitsandbytes' kernel: dequantize, update, find the scale, quantize.
 func reference8(p, g []float64, m, v []uint8, mScale, vScale *float64, s AdamWStep) {
 	first, second := make([]float64, len(p)), make([]float64, len(p))
 	t := float64(s.Step)
@@ -116,10 +116,10 @@ func TestAdamW8bit(t *testing.T) {
 				requireCodes(t, wantM, m, 0.001, what...)
 				requireCodes(t, wantV, v, 0.001, what...)
 
-				// Where m nearly cancels, or v is lost, few digits of a change are left.
+				// Where m nearly cancels, or v is lost, few digits of a change remain accurate.
 				requireNear(t, wantP, widened(p32), 1e-3, what...)
 				for b := range blocks {
-					// What float32 loses depends on the terms of m, which may cancel.
+					// The precision lost in float32 depends on the terms of m, which may cancel.
 					terms := 0.9 * mScaleBefore[b]
 					for _, x := range g0[b*Block8 : min((b+1)*Block8, n)] {
 						terms = max(terms, 0.1*math.Abs(x))
@@ -137,7 +137,7 @@ func TestAdamW8bit(t *testing.T) {
 	}
 }
 
-// requireNear wants each number to be within a relative tolerance, next to the largest one of its block.
+// requireNear requires each number to be within a tolerance relative to the largest one in its block.
 func requireNear(t *testing.T, want, got []float64, tolerance float64, what ...any) {
 	t.Helper()
 	for i := range want {
@@ -148,8 +148,8 @@ func requireNear(t *testing.T, want, got []float64, tolerance float64, what ...a
 	}
 }
 
-// requireCodes wants codes to be the same, except for a share of numbers that lie so close to a middle
-// that a rounding decides. Those may be next to each other.
+// requireCodes requires equal codes, except for a share of numbers so close to a midpoint that
+// rounding decides, whose codes may be adjacent.
 func requireCodes(t *testing.T, want, got []uint8, share float64, what ...any) {
 	t.Helper()
 	differ := 0
@@ -178,8 +178,8 @@ func widened(x []float32) []float64 {
 	return y
 }
 
-// TestAdamW8bitWithoutSquares checks that an element whose second moment is lost, next to a large one
-// in its block, does not jump when its gradient vanishes.
+// TestAdamW8bitWithoutSquares checks that an element whose second moment is rounded to 0, because of
+// a large one in its block, does not jump when its gradient vanishes.
 func TestAdamW8bitWithoutSquares(t *testing.T) {
 	p, m, v := make([]float32, 256), make([]uint8, 256), make([]uint8, 256)
 	mScale, vScale := make([]float32, 1), make([]float32, 1)

@@ -80,7 +80,7 @@ func TestNewtonSchulzFollowsTheFormula(t *testing.T) {
 }
 
 // TestNewtonSchulzOrthogonalizes checks that five steps make a well-conditioned matrix nearly
-// orthogonal: y·yᵀ is close to the identity.
+// orthogonal, so that y·yᵀ is close to the identity.
 func TestNewtonSchulzOrthogonalizes(t *testing.T) {
 	r := randtest.New(t)
 	const m, n = 8, 200

@@ -138,7 +138,7 @@ func load(t *testing.T, dir string) (*hf.Folder, *llm.Model) {
 	return f, m
 }
 
-// TestSave checks that every parameter is saved in its type and with the accuracy of that type, and that
+// TestSave checks that every parameter is saved in its type and with that type's accuracy, and that
 // the tokenizer is saved.
 func TestSave(t *testing.T) {
 	f, m := load(t, tiny)

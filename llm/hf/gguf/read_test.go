@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestDescribe checks that Describe reports what Save has written.
+// TestDescribe checks that Describe reports what Save wrote.
 func TestDescribe(t *testing.T) {
 	f, m := load(t, tiny)
 	path := filepath.Join(t.TempDir(), "m.gguf")
@@ -36,7 +36,7 @@ func TestDescribe(t *testing.T) {
 }
 
 // TestDescribeHostile checks that Describe returns promptly for any prefix of a file and for a header
-// with any one byte changed.
+// with any single byte changed.
 func TestDescribeHostile(t *testing.T) {
 	f, m := load(t, tiny)
 	path := filepath.Join(t.TempDir(), "m.gguf")

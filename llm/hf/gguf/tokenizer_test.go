@@ -192,7 +192,7 @@ func TestEnds(t *testing.T) {
 	require.ErrorContains(t, addTokenizer(&fields{}, f, 400), "stops at three tokens at most")
 }
 
-// TestDifferences checks that users are told that llama.cpp doesn't normalize text.
+// TestDifferences checks that users are informed that llama.cpp doesn't normalize text.
 func TestDifferences(t *testing.T) {
 	none, err := Differences(folderWith(t, nil))
 	require.NoError(t, err)

@@ -49,7 +49,8 @@ func TestLoad(t *testing.T) {
 	require.ErrorContains(t, err, "bos_token")
 }
 
-// TestToolUse checks that the template tool_use serves for conversations with tools, as in transformers.
+// TestToolUse checks that the template tool_use is used for conversations with tools, as in
+// transformers.
 func TestToolUse(t *testing.T) {
 	dir := t.TempDir()
 	writeFile(t, filepath.Join(dir, TemplateFile), "plain {{ tools is none }}")
@@ -79,7 +80,8 @@ func TestToolUse(t *testing.T) {
 	require.Equal(t, Sources{"default": "plain {{ tools is none }}", "tool_use": "{% block x %}"}, sources)
 }
 
-// TestUnsupported checks that anything that isn't rendered as in Jinja2 is an error that names it.
+// TestUnsupported checks that anything that isn't rendered as in Jinja2 causes an error that names
+// it.
 func TestUnsupported(t *testing.T) {
 	for _, c := range []struct{ source, want string }{
 		{"{% include '/etc/passwd' %}", `the tag "include" is not supported`},

@@ -135,7 +135,7 @@ func compareText(t *testing.T, tok *Tokenizer, folder, path string) {
 
 	if slices.Contains(tok.normalizers, normalizer(prepend("▁"))) &&
 		bytes.Contains(text, []byte("<s>")) {
-		return // a token in the text gets a space after it
+		return // a space is added after a token in the text
 	}
 
 	require.True(t, bytes.Equal(tok.normalizedForm(text), back), "%s: decoding gives another text",
