@@ -103,6 +103,9 @@ func TestFinetune(t *testing.T) {
 			require.NoError(t, err)
 			require.Equal(t, out, again)
 
+			_, err = kasmina(t, finetuneArgs(data, dir, append(c.more, "--seed", "9")...)...)
+			require.ErrorContains(t, err, "or start a new run with another --out")
+
 			// Merged, the adapters are in the model.
 			merged := filepath.Join(t.TempDir(), "merged")
 			_, err = kasmina(t, "convert", "-m", dir, "-o", merged, "--precision", "f32")

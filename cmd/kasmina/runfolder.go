@@ -22,6 +22,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/folderlock"
 	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
 // The folder of --out contains the finished model, and its subfolder run contains the state of the run.
@@ -266,8 +267,12 @@ func (d runDir) decide(options map[string]string, resume bool) (stage, *manifest
 			if len(differ) > 0 {
 				other = ", with other options (" + strings.Join(differ, "; ") + ")"
 			}
+			next := "--model " + d.out + " and another --out"
+			if hf.IsAdapter(d.out) {
+				next = "another --out"
+			}
 			err = fmt.Errorf("the run in %s has already finished%s: add --resume and more --steps to extend "+
-				"it, or start a new run with --model %s and another --out", d.out, other, d.out)
+				"it, or start a new run with %s", d.out, other, next)
 		}
 	}
 
