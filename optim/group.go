@@ -25,18 +25,16 @@ func NameContains(parts ...string) Match {
 	}
 }
 
-// hyper holds the settings that can differ between parameters: the factor on the learning rate, the weight
-// decay, and the decay rates of the two moments.
+// hyper holds the settings that can differ between parameters.
 type hyper struct{ scale, decay, beta1, beta2 float64 }
 
 // GroupOption changes a setting for the parameters of a group.
 type GroupOption func(*group) error
 
-// group is a set of parameters with settings of their own.
 type group struct {
 	match Match
-	set   []func(*hyper) // apply the group's options to the base settings
-	betas bool           // whether the option Betas was given
+	set   []func(*hyper)
+	betas bool
 }
 
 // LRScale multiplies the learning rate of the group. 0 freezes the group.
@@ -84,8 +82,8 @@ func newGroup(match Match, opts []GroupOption) (group, error) {
 // common holds the settings shared by all optimizers.
 type common struct {
 	lr     float64
-	base   hyper   // for parameters in no group
-	groups []group // in the order of precedence
+	base   hyper
+	groups []group
 }
 
 // LR returns the learning rate of the next step.

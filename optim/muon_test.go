@@ -57,8 +57,8 @@ func TestMuonRules(t *testing.T) {
 	}
 }
 
-// TestRulesInJSON checks that a rule read from JSON has the name of its kernel, even if the file
-// dates from the time of two kernels, and that names with control characters for terminals are
+// TestRulesInJSON checks that a rule read from JSON gets the name of its kernel, even if the file
+// dates from when there were only two kernels, and that names with terminal control characters are
 // rejected.
 func TestRulesInJSON(t *testing.T) {
 	m, err := optim.NewMuon()

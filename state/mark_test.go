@@ -6,8 +6,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestMark checks that passes leave no trace once the mark made before them is restored, and that a
-// corrupt seed stays corrupt.
+// TestMark checks that passes leave no trace once an earlier mark is restored, and that a corrupt
+// seed stays corrupt.
 func TestMark(t *testing.T) {
 	const seeds = 5
 	l, err := NewLattice(seeds, 4*seeds)

@@ -233,7 +233,7 @@ func TestEveryFlippedByteIsFound(t *testing.T) {
 }
 
 // TestOtherShapes checks that a lattice rejects data with different numbers of seeds, features or
-// slots, or another slot width, and adopts whatever it does not know about its own slots.
+// slots, or a different slot width, and adopts whatever it does not know about its own slots.
 func TestOtherShapes(t *testing.T) {
 	made := func(seeds, hidden int, opts ...Option) *Lattice {
 		l, err := NewLattice(seeds, hidden, opts...)

@@ -10,15 +10,14 @@ import (
 // place.
 type normalizer interface {
 	normalize(text []byte) []byte
-	// growth returns an upper bound on the ratio of the output length to the input length, in bytes and for
-	// long texts: a constant number of added bytes does not count.
+	// growth returns an upper bound on the ratio of the output length to the input length.
 	growth() int
 }
 
 const (
 	maxComponents = 32  // of one kind; known files have up to three
 	maxAffix      = 256 // bytes of a prefix or a replacement
-	maxGrowth     = 64  // of all normalizers together; see normalizer.growth
+	maxGrowth     = 64
 )
 
 // readNormalizers reads the normalizers in the order of their application.
@@ -60,8 +59,6 @@ func readComponents(where string, v value, list string,
 	return readNested(where, v, list, read, &left)
 }
 
-// readNested implements readComponents. It may call itself left more times in total, which also limits the
-// nesting of sequences.
 func readNested(where string, v value, list string, read func(kind string, o *object) error,
 	left *int) error {
 	if *left--; *left < 0 {
@@ -96,7 +93,7 @@ func readNested(where string, v value, list string, read func(kind string, o *ob
 	return o.done()
 }
 
-// affix returns the text of a member, which may have at most maxAffix bytes.
+// affix returns a short text.
 func (o *object) affix(key string) string {
 	s := o.text(key)
 	if len(s) > maxAffix {
@@ -105,7 +102,7 @@ func (o *object) affix(key string) string {
 	return s
 }
 
-// pattern returns the text in a member of the form {"String": text}. The form {"Regex": text} is an error.
+// pattern returns the text of {"String": …}. It returns an error for a regular expression.
 func (o *object) pattern(key string) string {
 	v, ok := o.must(key)
 	if !ok {

@@ -19,7 +19,7 @@ func table() []Column {
 	}
 }
 
-// TestFile checks that a file restores its table, and that files of another length are rejected.
+// TestFile checks that a file restores its table, and that files of a different length are rejected.
 func TestFile(t *testing.T) {
 	all := table()
 	require.Equal(t, 1+2+4+8+4+8, RowWidth(all))

@@ -16,7 +16,7 @@ func TestOutbox(t *testing.T) {
 		heard = append(heard, e)
 		if e == 1 {
 			box.Add(9)
-			box.Deliver() // the outer call delivers it after the present events
+			box.Deliver() // the outer call delivers it after the current events
 		}
 	})
 
