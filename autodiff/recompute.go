@@ -115,12 +115,13 @@ func checkBuilt(g *gorgonia.ExprGraph, inputs gorgonia.Nodes, out *gorgonia.Node
 	return nil
 }
 
-// serial distinguishes the hashes of recomputed graphs, since nothing compares these.
+// serial numbers the RecomputeOps. Gorgonia merges nodes with the same inputs whose ops have equal
+// hashes. The hash of an op does not cover its inner graph, so the number makes it unique.
 var serial atomic.Int64
 
-// newRecomputeOp returns an op with a copy of out and its dependencies. like determines the types
-// of the op's inputs.
-func newRecomputeOp(like, inputs gorgonia.Nodes, out *gorgonia.Node,
+// newRecomputeOp returns an op whose inner graph is a copy of out and its dependencies. The inputs are nodes
+// of out's graph, and outer are the op's own inputs, which have the same types.
+func newRecomputeOp(outer, inputs gorgonia.Nodes, out *gorgonia.Node,
 	replay bool) (*RecomputeOp, error) {
 	c, err := copyGraph(out, replay)
 	if err != nil {
@@ -131,17 +132,22 @@ func newRecomputeOp(like, inputs gorgonia.Nodes, out *gorgonia.Node,
 		diff: make([]bool, len(inputs))}
 	reached := differentiable(out)
 	for i, n := range inputs {
-		if o.Inputs[i] = c.node[n]; o.Inputs[i] == nil { // the result does not depend on this input
+		o.Inputs[i] = c.node[n]
+		if o.Inputs[i] == nil {
+			// The result does not depend on this input, so the copy lacks it. The copied nodes have the
+			// numbers below len(c.node).
 			o.Inputs[i] = newInput(c.graph, n, len(c.node)+i)
 		}
-		if o.diff[i] = reached[n]; o.diff[i] && n.Dtype() != out.Dtype() {
+
+		o.diff[i] = reached[n]
+		if o.diff[i] && n.Dtype() != out.Dtype() {
 			return nil, fmt.Errorf("input %s is %v, but the result, %v: want one float type",
 				label(n), n.Dtype(), out.Dtype())
 		}
 	}
 
 	o.run = inner{inputs: o.Inputs, outputs: gorgonia.Nodes{c.out}}
-	opbase.Init(&o.Base, o, "Recompute", fmt.Sprintf("#%d", serial.Add(1)), like,
+	opbase.Init(&o.Base, o, "Recompute", fmt.Sprintf("#%d", serial.Add(1)), outer,
 		out.Dtype(), out.Shape(),
 		recomputeForward[float32], recomputeForward[float64])
 	return o, nil
@@ -193,7 +199,7 @@ func (o *RecomputeOp) Replay() gorgonia.Op {
 // DiffWRT reports, for each input, whether the result has a derivative with respect to it.
 func (o *RecomputeOp) DiffWRT(int) []bool { return o.diff }
 
-// SymDiff returns the gradients of those inputs, and nil for all other inputs.
+// SymDiff returns the gradients of the differentiable inputs, and nil for all other inputs.
 func (o *RecomputeOp) SymDiff(inputs gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	if err := opbase.CheckGradient(&o.Base, inputs, output, grad); err != nil {
@@ -214,18 +220,20 @@ func (o *RecomputeOp) symDiff(inputs gorgonia.Nodes,
 		return nil, err
 	}
 
+	// The copied nodes have the numbers below len(c.node). The gradient of the output has the next number,
+	// and inputs that the result does not depend on have the numbers after it.
 	b := &RecomputeGradOp{Forward: o, Output: c.out,
 		OutputGrad: newInput(c.graph, o.Output, len(c.node))}
-	var wrt gorgonia.Nodes
-	var shapes []tensor.Shape
+	var wrt gorgonia.Nodes    // the differentiable inputs
+	var shapes []tensor.Shape // of wrt
 	for i, n := range o.Inputs {
-		twin := c.node[n]
-		if twin == nil {
-			twin = newInput(c.graph, n, len(c.node)+1+i)
+		input := c.node[n]
+		if input == nil {
+			input = newInput(c.graph, n, len(c.node)+1+i)
 		}
-		b.Inputs = append(b.Inputs, twin)
+		b.Inputs = append(b.Inputs, input)
 		if o.diff[i] {
-			wrt, shapes = append(wrt, twin), append(shapes, n.Shape())
+			wrt, shapes = append(wrt, input), append(shapes, n.Shape())
 		}
 	}
 
@@ -279,7 +287,8 @@ type RecomputeGradOp struct {
 	run inner
 }
 
-// recomputeBackward runs the second inner graph.
+// recomputeBackward runs the second inner graph. The last argument is the output of the forward op, which
+// the graph computes again.
 func recomputeBackward[T cpu.Float](o *RecomputeGradOp, out []T, in opbase.Args) error {
 	return o.run.do(in[:len(in)-1], o.Forward.eval, out)
 }

@@ -79,8 +79,8 @@ func SecretFromEnvironment(getenv func(string) string) (Secret, error) {
 	return s, s.checkLength()
 }
 
-// check returns an error if the secret is missing. Its length is up to the program that sets it; only
-// secrets from the environment must have a minimum length.
+// check returns an error if the secret is missing. It does not check the length: a program that sets a
+// secret itself chooses its length, and SecretFromEnvironment has already called checkLength.
 func (s Secret) check() error {
 	if s == "" {
 		return fmt.Errorf("%w: %s", ErrSecret, secretHelp)

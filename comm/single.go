@@ -2,7 +2,7 @@ package comm
 
 import "errors"
 
-// ErrZero is the error for the use of a zero group and for a batch without a function.
+// ErrZero reports that a method was called on a zero group, or that Batch was called with a nil function.
 var ErrZero = errors.New("comm: the group is a zero value (make one with New), or the " +
 	"function is nil")
 
@@ -12,7 +12,7 @@ type Singles struct {
 	batch func(f func(c Collectives) error) error
 }
 
-// NewSingles returns the collectives of a group with the given method Batch.
+// NewSingles returns the collectives of a group, given the group's method Batch.
 func NewSingles(batch func(f func(c Collectives) error) error) Singles { return Singles{batch} }
 
 // one runs f as a batch.

@@ -25,16 +25,18 @@ func NameContains(parts ...string) Match {
 	}
 }
 
-// hyper holds the settings that can differ between parameters.
+// hyper holds the settings that can differ between parameters: the factor on the learning rate, the weight
+// decay, and the decay rates of the two moments.
 type hyper struct{ scale, decay, beta1, beta2 float64 }
 
 // GroupOption changes a setting for the parameters of a group.
 type GroupOption func(*group) error
 
+// group is a set of parameters with settings of their own.
 type group struct {
 	match Match
-	set   []func(*hyper)
-	betas bool
+	set   []func(*hyper) // apply the group's options to the base settings
+	betas bool           // whether the option Betas was given
 }
 
 // LRScale multiplies the learning rate of the group. 0 freezes the group.
@@ -82,8 +84,8 @@ func newGroup(match Match, opts []GroupOption) (group, error) {
 // common holds the settings shared by all optimizers.
 type common struct {
 	lr     float64
-	base   hyper
-	groups []group
+	base   hyper   // for parameters in no group
+	groups []group // in the order of precedence
 }
 
 // LR returns the learning rate of the next step.

@@ -133,11 +133,14 @@ func (l *Lattice) Begin(p *Pass, record bool) {
 		if override, ok := l.overrides[i]; ok {
 			stage = override
 		}
+
 		p.Stage[i], p.Slot[i], p.Kind[i] = stage, s.slot[i], blueprints.Kind(s.kind[i])
+
 		p.Alpha[i] = stage.Weight(s.alpha[i])
 		if noise := l.config.Noise; noise > 0 && record && stage == Grafting {
 			p.Alpha[i] = float32(graft.Noisy(float64(p.Alpha[i]), noise, i, p.Epoch, p.Step))
 		}
+
 		p.Watch[i] = record && p.Telemetry.Watches(i, p.Step)
 		p.Input[i] = moments(s.stepCount[i], s.stepMean[i], s.stepVariance[i])
 		p.Norms[i] = moments(s.normCount[i], s.normMean[i], s.normVariance[i])
@@ -194,10 +197,11 @@ type recorder struct {
 	pass     *Pass
 	health   func(seed int) HealthSample
 	gradient func(seed int) GradientSample
-	span     func(lo, hi int) // the lattice's recordSpan, allocated once so that a training step need not
+	span     func(lo, hi int) // the method value l.recordSpan; kept, because creating it allocates memory
 }
 
-// record stores the samples of r, using all cores. The caller holds the lock.
+// record stores the samples of r, using all cores. recordSpan finds them in l.recorder. The caller holds the
+// lock.
 func (l *Lattice) record(r recorder) {
 	if r.span = l.recorder.span; r.span == nil {
 		r.span = l.recordSpan
@@ -207,10 +211,12 @@ func (l *Lattice) record(r recorder) {
 	l.recorder = recorder{span: r.span}
 }
 
-// recordSpan stores the samples of seeds [lo, hi) and updates their checksums, except that a seed
-// that did not match its checksum before does not match it afterwards either.
+// recordSpan stores the samples of seeds [lo, hi) and computes their checksums again. A seed that is corrupt
+// must stay recognizable as corrupt, so each seed that did not match its checksum before gets a checksum
+// that is wrong in the same bits.
 func (l *Lattice) recordSpan(lo, hi int) {
-	found := l.sums.Faults(lo, hi, l.seeds.crc)
+	corrupt := l.sums.Faults(lo, hi, l.seeds.crc)
+
 	r := &l.recorder
 	for i := lo; i < hi; i++ {
 		if r.health != nil {
@@ -221,6 +227,7 @@ func (l *Lattice) recordSpan(lo, hi int) {
 			}
 			continue
 		}
+
 		g := r.gradient(i)
 		l.seeds.nonFiniteG[i] = addSaturating(l.seeds.nonFiniteG[i], g.NonFinite)
 		if r.pass.Record {
@@ -229,8 +236,8 @@ func (l *Lattice) recordSpan(lo, hi int) {
 	}
 
 	l.seal(lo, hi)
-	for _, bad := range found {
-		l.seeds.crc[bad.Row] ^= bad.Syndrome
+	for _, fault := range corrupt {
+		l.seeds.crc[fault.Row] ^= fault.Syndrome
 	}
 }
 
@@ -242,12 +249,14 @@ func moments(count, mean, variance float64) Moments {
 func (s *seedState) takeHealth(i int, h *HealthSample, watched bool) {
 	m := h.Moments
 	run := moments(s.runCount[i], s.runMean[i], s.runVariance[i]).Merge(m)
-	if m.Valid() && run.Valid() { // later passes derive limits from the moments, so these must stay finite
+
+	// Later passes derive limits from the moments, so these must stay finite.
+	if m.Valid() && run.Valid() {
 		s.stepCount[i], s.stepMean[i], s.stepVariance[i] = m.Count, m.Mean, m.Variance
 		s.runCount[i], s.runMean[i], s.runVariance[i] = run.Count, run.Mean, run.Variance
 	}
 	if watched {
-		s.variance[i], s.deadRatio[i] = critical(h.Health.Variance), critical(h.Health.DeadRatio)
+		s.variance[i], s.deadRatio[i] = float32OrInf(h.Health.Variance), float32OrInf(h.Health.DeadRatio)
 		s.mean[i], s.snr[i] = toBFloat16(h.Health.Mean), toBFloat16(h.Health.SNR)
 		s.lowest[i], s.highest[i] = toBFloat16(h.Health.Min), toBFloat16(h.Health.Max)
 	}
@@ -283,16 +292,16 @@ func (s *seedState) takeGradient(i int, g *GradientSample, watched bool) {
 		s.normCount[i], s.normMean[i], s.normVariance[i] = m.Count, m.Mean, m.Variance
 	}
 	if watched && g.Norms.Count > 0 {
-		s.gradNorm[i] = critical(g.Gradient.Norm)
+		s.gradNorm[i] = float32OrInf(g.Gradient.Norm)
 		s.gradVariance[i], s.gradMax[i] = toBFloat16(g.Gradient.Variance),
 			toBFloat16(g.Gradient.Max)
 	}
 }
 
-// critical converts a figure of critical quality to the stored form. A NaN means that the figure
-// overflowed while it was computed.
-func critical(v float64) float32 {
-	if v != v {
+// float32OrInf converts a figure that is stored as a float32. It converts NaN to +Inf, because a NaN means
+// that the figure overflowed while it was computed.
+func float32OrInf(v float64) float32 {
+	if math.IsNaN(v) {
 		return float32(math.Inf(1))
 	}
 	return float32(v)
@@ -365,6 +374,8 @@ func (l *Lattice) Take(m Measured) error {
 func (l *Lattice) deferHealth(p *Pass, sample func(seed int) HealthSample) {
 	l.deferred.Recorded = p.Record
 	l.deferred.Health = samples(l.n, sample)
+
+	// The histograms belong to the caller, who will use them again.
 	for i := range l.deferred.Health {
 		if h := &l.deferred.Health[i].Histogram; *h != nil {
 			own := **h
@@ -373,7 +384,7 @@ func (l *Lattice) deferHealth(p *Pass, sample func(seed int) HealthSample) {
 	}
 }
 
-// samples returns the samples of all seeds, using all cores.
+// samples returns the results of sample for all seeds, using all cores.
 func samples[S any](seeds int, sample func(seed int) S) []S {
 	all := make([]S, seeds)
 	cpu.Parallel(seeds, 64, func(lo, hi int) {
@@ -416,8 +427,8 @@ func (l *Lattice) digest(sum uint32) uint32 {
 	return crc32.Update(sum, crc32.IEEETable, b)
 }
 
-// Obey carries out commands between the passes of the model, all or none. It is called by the
-// goroutine that runs the model, which must already hold the lock of the slots.
+// Obey carries out commands between the passes of the model, all or none. The goroutine that runs
+// the model calls it, and it must already hold the lock that protects the parameters of the slots.
 func (n *Network) Obey(commands ...Command) error {
 	defer n.deliver()
 	return n.do(commands)
@@ -454,18 +465,18 @@ func (n *Network) ApplyShared(exchange func(own [][]Command) (all [][]Command,
 		return err
 	}
 
-	answered := 0
-
 	// If a listener panics, the remaining submissions still get an answer.
+	answered := 0
 	defer func() {
 		for _, s := range waiting[answered:] {
 			s.done <- errListener
 		}
 	}()
+
 	for i, commands := range all {
 		err := n.do(commands)
 		if i >= at && i < at+len(own) {
-			answered++
+			answered++ // first, so that the deferred function does not answer again
 			waiting[answered-1].done <- err
 		}
 		n.deliver()

@@ -107,18 +107,18 @@ func (o *common) eval(c *cobra.Command) error {
 		defer device.Close()
 	}
 
-	i, err := inference(c.Context(), f, o.seq, device, precision, c.ErrOrStderr())
+	model, err := inference(c.Context(), f, o.seq, device, precision, c.ErrOrStderr())
 	if err != nil {
 		return err
 	}
-	defer i.Close()
+	defer model.Close()
 
-	sum, n := 0.0, 0
-	at, erase := bar(c.ErrOrStderr(), "measuring", false)
+	sum, n := 0.0, 0 // of the losses, in nats, and of the scored tokens
+	showProgress, erase := bar(c.ErrOrStderr(), "measuring", false)
 	err = batches(windows, o.seq, func(b data.Batch, done int) error {
-		loss, err := i.LossContext(c.Context(), b)
+		loss, err := model.LossContext(c.Context(), b)
 		sum, n = sum+loss*float64(b.Count), n+b.Count
-		at(int64(done), int64(len(windows)))
+		showProgress(int64(done), int64(len(windows)))
 		return err
 	})
 
@@ -127,6 +127,7 @@ func (o *common) eval(c *cobra.Command) error {
 		return err
 	}
 
+	// JSON cannot represent a loss that is NaN or infinite.
 	line, err := json.Marshal(score{sum / float64(n), n, sum / math.Ln2 / float64(bytes)})
 	if err != nil {
 		return fmt.Errorf("the loss is %v: %w", sum, err)
@@ -173,8 +174,8 @@ func (o *common) window(stderr io.Writer, c llm.Config) error {
 // cut divides the tokens of a text into windows, and returns them with the number of bytes encoded by the
 // scored tokens.
 func cut(tok vocabulary, text []byte, seq int) (windows [][]int, bytes int, err error) {
-	before, _ := tok.Affixes()
-	ids := append(before, tok.EncodeOrdinary(text)...)
+	start, _ := tok.Affixes() // the start-of-text token, if there is one
+	ids := append(start, tok.EncodeOrdinary(text)...)
 	if err := tok.check(ids); err != nil {
 		return nil, 0, err
 	}
@@ -183,6 +184,8 @@ func cut(tok vocabulary, text []byte, seq int) (windows [][]int, bytes int, err 
 		if len(w) < 2 {
 			continue
 		}
+
+		// The first token is not scored, so its bytes do not count.
 		all, err := tok.Decode(w)
 		if err != nil {
 			return nil, 0, err
@@ -191,6 +194,7 @@ func cut(tok vocabulary, text []byte, seq int) (windows [][]int, bytes int, err 
 		if err != nil {
 			return nil, 0, err
 		}
+
 		windows, bytes = append(windows, w), bytes+len(all)-len(first)
 	}
 
@@ -205,18 +209,23 @@ func cut(tok vocabulary, text []byte, seq int) (windows [][]int, bytes int, err 
 // batchTokens is the approximate number of tokens in a batch.
 const batchTokens = 4096
 
-// batches arranges windows in batches and calls f with each batch and the number of windows so far.
+// batches arranges windows in batches of equal size and calls f with each batch and the number of windows so
+// far. The target −1 excludes the rest of a row after a short window and the unused rows of the last batch
+// from the loss.
 func batches(windows [][]int, seq int, f func(b data.Batch, done int) error) error {
-	size := min(max(1, batchTokens/seq), len(windows))
+	size := min(max(1, batchTokens/seq), len(windows)) // windows in a batch
 	for done := 0; done < len(windows); done += size {
 		b := data.Batch{Inputs: make([]int, size*seq), Targets: make([]int, size*seq)}
 		for i := range b.Targets {
 			b.Targets[i] = -1
 		}
+
+		// Each token of a window is the target of the one before it.
 		for row, w := range windows[done:min(done+size, len(windows))] {
 			copy(b.Inputs[row*seq:], w[:len(w)-1])
 			b.Count += copy(b.Targets[row*seq:], w[1:])
 		}
+
 		if err := f(b, min(done+size, len(windows))); err != nil {
 			return err
 		}

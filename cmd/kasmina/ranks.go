@@ -24,6 +24,8 @@ import (
 func ranksJob(args []string) (*launch.Job, error) {
 	root := newRoot()
 	c, rest, err := root.Find(args)
+
+	// The command checks all of this again. recall adds the options of a run that is resumed.
 	if err != nil || c.Name() != "train" && c.Name() != "finetune" || c.ParseFlags(rest) != nil ||
 		c.ValidateArgs(c.Flags().Args()) != nil || recall(c) != nil || c.ValidateRequiredFlags() != nil ||
 		c.ValidateFlagGroups() != nil || checkFlags(c) != nil {
@@ -54,7 +56,7 @@ func facts(c *cobra.Command) (all []comm.Fact) {
 	return all
 }
 
-// machines holds the device of a process and its connection to the other ranks.
+// machines holds the resources of a process: its device and its connection to the other ranks.
 type machines struct {
 	world     *comm.World // nil for a single process
 	team      *parallel.Team
@@ -80,6 +82,7 @@ func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
 	}
 
 	if m.device, m.precision, err = o.openFor(m.world, c.ErrOrStderr()); err != nil {
+		// Tell the other ranks, which would otherwise wait for this one.
 		if m.world != nil {
 			err = m.world.Blame(err)
 		}
@@ -95,7 +98,7 @@ func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
 
 // atFirst calls f on rank 0 only and returns its error on all ranks.
 func (m machines) atFirst(f func() error) (err error) {
-	if m.team.First() {
+	if m.team.First() { // a nil team is a single process, which is rank 0
 		err = f()
 	}
 	if m.team != nil {

@@ -11,8 +11,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 )
 
-// The handles of gorgonia.org/cu are structs with one unexported C pointer. The conversions below are
-// correct only as long as the structs have no other field.
+// The handles of gorgonia.org/cu are structs with one unexported C pointer. toUintptr and fromUintptr are
+// correct only as long as the structs have no other field, so these declarations do not compile if the size
+// of a handle differs from the size of a pointer.
 var (
 	_ [unsafe.Sizeof(uintptr(0))]struct{} = [unsafe.Sizeof(cu.CUContext{})]struct{}{}
 	_ [unsafe.Sizeof(uintptr(0))]struct{} = [unsafe.Sizeof(cu.Stream{})]struct{}{}
@@ -20,31 +21,34 @@ var (
 
 type handle interface{ cu.CUContext | cu.Stream }
 
-func number[H handle](h H) uintptr { return *(*uintptr)(unsafe.Pointer(&h)) }
+// toUintptr returns the C pointer in a handle.
+func toUintptr[H handle](h H) uintptr { return *(*uintptr)(unsafe.Pointer(&h)) }
 
-func of[H handle](number uintptr) (h H) {
-	*(*uintptr)(unsafe.Pointer(&h)) = number
+// fromUintptr returns a handle for a C pointer.
+func fromUintptr[H handle](pointer uintptr) (h H) {
+	*(*uintptr)(unsafe.Pointer(&h)) = pointer
 	return h
 }
 
 // Adopt opens a GPU in an existing context, which must outlive the Device; see [cudaops.WithContext]. The
 // context of a *cu.Ctx is its CUDAContext().
 func Adopt(ctx cu.CUContext, opts ...cudaops.DeviceOption) (*cudaops.Device, error) {
+	// The full slice expression keeps append from writing to the caller's array.
 	return cudaops.Open(append(opts[:len(opts):len(opts)],
-		cudaops.WithContext(number(ctx)))...)
+		cudaops.WithContext(toUintptr(ctx)))...)
 }
 
 // Context returns the device's context. The caller must not destroy it.
-func Context(d *cudaops.Device) cu.CUContext { return of[cu.CUContext](d.Context()) }
+func Context(d *cudaops.Device) cu.CUContext { return fromUintptr[cu.CUContext](d.Context()) }
 
 // WithStream makes a machine work on a stream that the program created in the device's context: see
 // [cudaops.WithStream]. The default stream cu.NoStream is an error, because its work cannot be captured.
 func WithStream(s cu.Stream) cudaops.MachineOption {
-	return cudaops.WithStream(number(s))
+	return cudaops.WithStream(toUintptr(s))
 }
 
 // Stream returns the stream on which the machine works. The caller must not destroy it.
-func Stream(m *cudaops.Machine) cu.Stream { return of[cu.Stream](m.Stream()) }
+func Stream(m *cudaops.Machine) cu.Stream { return fromUintptr[cu.Stream](m.Stream()) }
 
 // Memory returns the device address of a node's value and its size in bytes; see
 // [cudaops.Machine.Address].

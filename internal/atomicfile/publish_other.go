@@ -4,12 +4,13 @@ package atomicfile
 
 import "os"
 
-// claim does nothing, because Windows does not remove a file that a process holds open. Where a file
-// can be removed all the same, its writer's rename fails and reports it.
+// claim reports success without locking the file, because Windows does not remove a file that a process
+// holds open. On other systems without flock, another process may remove the file. Then publish returns the
+// error of the rename.
 func claim(*os.File) bool { return true }
 
-// removeUnclaimed removes a temporary file unless a running process holds it open. It never removes
-// directories, because their files need not be open.
+// removeUnclaimed removes a temporary file. On Windows this fails while a process holds the file open. It
+// never removes directories, because a process that writes one need not hold its files open.
 func removeUnclaimed(name string, folder bool) {
 	if !folder {
 		os.Remove(name)
@@ -25,4 +26,5 @@ func publish(f *os.File, path string, rename func(from, to string) error) error 
 	return rename(f.Name(), path)
 }
 
+// syncDir does nothing; see publish.
 func syncDir(string) error { return nil }

@@ -58,23 +58,28 @@ func ropeCase(r *rand.Rand, batch int, c op.RoPEConfig) Case {
 		Want:  func(in []Input) []float64 { return refRoPE(in[0].Values, c) }}
 }
 
+// refRoPE rotates features i and i+HeadDim/2 of each head, which form pair i, by an angle proportional to the
+// position.
 func refRoPE(x []float64, c op.RoPEConfig) []float64 {
 	base := c.Base
 	if base == 0 {
 		base = 10000
 	}
 
-	y, d, h := make([]float64, len(x)), c.Heads*c.HeadDim, c.HeadDim/2
+	y := make([]float64, len(x))
+	rowLen, half := c.Heads*c.HeadDim, c.HeadDim/2
 	for i := range x {
-		position, within := i/d%c.Seq, i%c.HeadDim
-		frequency, magnitude := refFrequency(within%h, c.HeadDim, base, c.Scaling)
+		row, feature := i/rowLen, i%c.HeadDim
+		position, pair := row%c.Seq, feature%half
+
+		frequency, magnitude := refFrequency(pair, c.HeadDim, base, c.Scaling)
 		sin, cos := math.Sincos(float64(position) * frequency)
 		sin, cos = magnitude*sin, magnitude*cos
 
-		if within < h {
-			y[i] = x[i]*cos - x[i+h]*sin
+		if feature < half {
+			y[i] = x[i]*cos - x[i+half]*sin
 		} else {
-			y[i] = x[i]*cos + x[i-h]*sin
+			y[i] = x[i]*cos + x[i-half]*sin
 		}
 	}
 
@@ -94,6 +99,8 @@ func refFrequency(pair, headDim int, base float64, s *op.RoPEScaling) (f, magnit
 		return f*(1-slowed) + f*slowed/s.Factor, magnitude
 	}
 
+	// Without HighFreq, all positions are interpolated linearly. With it, as in Llama 3, only long
+	// wavelengths are, and medium ones in part.
 	wavelength := 2 * math.Pi / f
 	switch {
 	case s.HighFreq == 0 || wavelength > float64(s.Original)/s.LowFreq:
@@ -110,17 +117,20 @@ func refFrequency(pair, headDim int, base float64, s *op.RoPEScaling) (f, magnit
 // cosines and sines. The share rises from 0 to 1 between the wavelengths Original/BetaFast and
 // Original/BetaSlow.
 func refYaRN(pair, headDim int, base float64, s op.RoPEScaling) (slowed, magnitude float64) {
-	at := func(turns float64) float64 {
+	// pairWith returns the fractional number of the pair that makes the given number of turns in Original
+	// positions.
+	pairWith := func(turns float64) float64 {
 		return float64(headDim) / 2 * math.Log(float64(s.Original)/turns/2/math.Pi) / math.Log(base)
 	}
-	first, last := at(s.BetaFast), at(s.BetaSlow)
+
+	first, last := pairWith(s.BetaFast), pairWith(s.BetaSlow)
 	if !s.Unrounded {
 		first, last = math.Floor(first), math.Ceil(last)
 	}
 
 	first, last = max(first, 0), min(last, float64(headDim-1))
 	if first == last {
-		last += 0.001
+		last += 0.001 // avoids a division by zero below
 	}
 
 	if magnitude = s.Magnitude; magnitude == 0 {

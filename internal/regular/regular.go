@@ -77,8 +77,9 @@ func Append(path string) (*os.File, int64, error) {
 	return f, info.Size(), nil
 }
 
-// Read returns the contents of the regular file at path. It returns an error if the file is larger
-// than limit bytes. what introduces the limit in the message, as in "a byte-pair encoding has".
+// Read returns the contents of the regular file at path. It returns an error if the file has more than
+// limit bytes. The argument what is a subject and a verb, such as "a byte-pair encoding has"; the message
+// continues with the limit: "but a byte-pair encoding has at most 1000".
 func Read(path string, limit int64, what string) ([]byte, error) {
 	f, size, err := Open(path)
 	if err != nil {
@@ -95,7 +96,7 @@ func Read(path string, limit int64, what string) ([]byte, error) {
 	b := make([]byte, size)
 	n, err := io.ReadFull(f, b)
 	if errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF) {
-		err = nil // the file has shrunk in the meantime
+		err = nil // the file has become shorter since Open; return what is left
 	}
 
 	return b[:n], err

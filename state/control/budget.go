@@ -22,7 +22,7 @@ func (h *Heuristic) Affords(reports []state.Report) error {
 
 	return affords("control.Heuristic", h.MaxParameters, reports, h.cost,
 		func(site blueprints.Site) string {
-			if site == blueprints.Weight {
+			if site == blueprints.Weight { // the field and its value, for the error
 				return fmt.Sprintf("Rank, %d", h.Rank)
 			}
 			return fmt.Sprintf("Features, %d", h.Features)
@@ -33,17 +33,17 @@ func (h *Heuristic) Affords(reports []state.Report) error {
 // fits.
 func (h *Heuristic) cost(layer int, r *state.Report, seed int) int {
 	s := r.Seeds[seed]
-	s.Stage = state.Dormant
+	s.Stage = state.Dormant // of a dormant seed, parameterCount counts the blueprint that h would plant
 	return h.parameterCount(layer, r, s)
 }
 
 // Affords returns an error if a could never plant a LoRA; see [Heuristic.Affords].
 func (a *Adapters) Affords(reports []state.Report) error {
 	if a.parameters == nil {
-		return nil
+		return nil // Parameters has not been called, so nothing is known about the costs
 	}
 
-	rank := 1
+	rank := 1 // with Unhealthiest, the gradients may call for any rank up to a.Rank
 	if a.Where != Unhealthiest {
 		rank = a.Rank
 	}
@@ -56,21 +56,25 @@ func (a *Adapters) Affords(reports []state.Report) error {
 		}, func(blueprints.Site) string { return fmt.Sprintf("Rank, %d", a.Rank) })
 }
 
-// affords compares the budget with the cheapest blueprint of any seed outside depth. who names the
-// controller in errors, and size describes the field that determines the size of blueprints at a
-// site.
-func affords(who string, most int, reports []state.Report,
-	cost func(layer int, r *state.Report, seed int) int, size func(blueprints.Site) string) error {
-	least, seeds, last := math.MaxInt, 0, blueprints.Chunk
+// affords returns an error if the budget of maxParameters is too small for the cheapest blueprint of any
+// seed outside depth, or if no blueprint fits any of these seeds.
+//
+// The function cost returns the parameters of a seed's blueprint, or 0 if none fits or the number is
+// unknown. For errors, controller is the controller's name, and sizeField returns the name and value of
+// the field that determines the size of blueprints at a site.
+func affords(controller string, maxParameters int, reports []state.Report,
+	cost func(layer int, r *state.Report, seed int) int, sizeField func(blueprints.Site) string) error {
+	const none = math.MaxInt
+	cheapest, seeds, lastSite := none, 0, blueprints.Chunk
 	for layer := range reports {
 		r := &reports[layer]
 		if r.Site == blueprints.Depth {
 			continue
 		}
 		for seed := range r.Seeds {
-			seeds, last = seeds+1, r.Site
+			seeds, lastSite = seeds+1, r.Site
 			if n := cost(layer, r, seed); n > 0 {
-				least = min(least, n)
+				cheapest = min(cheapest, n)
 			}
 		}
 	}
@@ -78,15 +82,15 @@ func affords(who string, most int, reports []state.Report,
 	switch {
 	case seeds == 0:
 		return nil
-	case least == math.MaxInt && last == blueprints.Chunk:
-		return nil // the report does not state the size of a slot
-	case least == math.MaxInt:
+	case cheapest == none && lastSite == blueprints.Chunk:
+		return nil // the costs are unknown, because the reports lack the number of parameters in a slot
+	case cheapest == none:
 		return fmt.Errorf("%s: %w: no blueprint of its size fits any of the %d seeds: lower its %s",
-			who, state.ErrArgument, seeds, size(last))
-	case least > most:
+			controller, state.ErrArgument, seeds, sizeField(lastSite))
+	case cheapest > maxParameters:
 		return fmt.Errorf("%s: %w: MaxParameters is %d, and the smallest possible blueprint "+
-			"has %d: raise MaxParameters to at least that, or make blueprints smaller", who,
-			state.ErrArgument, most, least)
+			"has %d: raise MaxParameters to at least that, or make blueprints smaller", controller,
+			state.ErrArgument, maxParameters, cheapest)
 	}
 
 	return nil

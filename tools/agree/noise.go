@@ -33,8 +33,11 @@ func noise(dirs []string, span int, out io.Writer) error {
 			if err := readJSON(path, &l); err != nil {
 				return err
 			}
+
 			l = averages(l, span)
 			losses[i] = append(losses[i], l)
+
+			// The first run of the first program determines the number of spans.
 			if want := len(losses[0][0]); len(l) != want || want == 0 {
 				return fmt.Errorf("%s has %d spans of %d steps, but the previous run has %d; want "+
 					"the same number, and at least 1", path, len(l), span, want)
@@ -45,7 +48,7 @@ func noise(dirs []string, span int, out io.Writer) error {
 	return spread(names, losses, span, out)
 }
 
-// programs returns the names of the programs that have trained all runs.
+// programs returns the names of the programs, which must be the same in all folders.
 func programs(dirs []string) ([]string, error) {
 	var names []string
 	for i, dir := range dirs {
@@ -72,7 +75,7 @@ func programs(dirs []string) ([]string, error) {
 	return names, nil
 }
 
-// averages returns the mean loss of each whole span of steps.
+// averages returns the mean loss of each span of steps. It leaves out an incomplete last span.
 func averages(l []float64, span int) []float64 {
 	var means []float64
 	for c := range slices.Chunk(l, span) {
@@ -95,6 +98,7 @@ func moments(x []float64) (mean, deviation float64) {
 	return mean, math.Sqrt(deviation)
 }
 
+// spread prints the table of noise, and returns its error.
 func spread(names []string, losses [][][]float64, span int, out io.Writer) error {
 	fmt.Fprintf(out, "%5s", "step")
 	for _, n := range names {
@@ -104,20 +108,25 @@ func spread(names []string, losses [][][]float64, span int, out io.Writer) error
 	fmt.Fprintf(out, " %10s\n", "differ by")
 	worst, where := 0.0, 0
 	for t := range losses[0][0] {
-		fmt.Fprintf(out, "%5d", (t+1)*span)
-		least, most, deviation := math.Inf(1), math.Inf(-1), 0.0
+		lastStep := (t + 1) * span
+		fmt.Fprintf(out, "%5d", lastStep)
+
+		least, most, deviation := math.Inf(1), math.Inf(-1), 0.0 // of the means; largest deviation
 		for _, runs := range losses {
 			var l []float64
 			for _, run := range runs {
 				l = append(l, run[t])
 			}
+
 			m, d := moments(l)
 			least, most, deviation = min(least, m), max(most, m), max(deviation, d)
 			fmt.Fprintf(out, "      %.5f ± %8.5f", m, d)
 		}
 		fmt.Fprintf(out, " %10.5f\n", most-least)
-		if r := (most - least) / deviation; most > least && r > worst {
-			worst, where = r, (t+1)*span
+
+		// Without a difference, the ratio is 0/0 if all runs agree.
+		if ratio := (most - least) / deviation; most > least && ratio > worst {
+			worst, where = ratio, lastStep
 		}
 	}
 

@@ -110,6 +110,7 @@ type heuristicResult struct {
 	_         [4]int32
 }
 
+// blasTypes holds values of cudaDataType_t.
 var blasTypes = [...]uintptr{gpu.Float32: 0, gpu.Float16: 2, gpu.BFloat16: 14, gpu.Float8E4M3: 28}
 
 // Attributes of cuBLASLt's descriptors.
@@ -118,8 +119,7 @@ const (
 	descScalePointerA, descScalePointerB, descFastAccum = 17, 18, 25
 	descScaleModeA, descScaleModeB                      = 31, 32
 	layoutBatchCount, layoutBatchStride                 = 5, 6
-	// B, C and D have the attributes that follow prefAlignA
-	prefWorkspace, prefReduction, prefAlignA = 1, 3, 5
+	prefWorkspace, prefReduction, prefAlignA            = 1, 3, 5 // 6 to 8 are the alignments of B, C and D
 )
 
 func (b *cublasLt) Plan(m gpu.MatmulSpec, workspace, want int) (gpu.MatmulPlan, error) {
@@ -185,7 +185,8 @@ type attribute struct {
 	bytes uintptr
 }
 
-// set sets attributes of a descriptor. All platforms with CUDA are little-endian.
+// set sets attributes of a descriptor. cuBLASLt reads only the first a.bytes bytes of a value. They are
+// the low bytes, because all platforms with CUDA are little-endian.
 func (b *cublasLt) set(p *proc, descriptor uintptr, attributes ...attribute) error {
 	for _, a := range attributes {
 		if err := b.call(p, descriptor, a.id, uintptr(unsafe.Pointer(&a.value)),
@@ -227,9 +228,10 @@ func (p *blasPlan) layout(to *uintptr, t gpu.DType, rows, cols int, transposed b
 		rows, cols = cols, rows
 	}
 
+	// In column-major order, the matrix has cols rows, rows columns and the leading dimension cols.
 	b := p.b
-	if err := b.call(&b.LayoutCreate, uintptr(unsafe.Pointer(to)), blasTypes[t], uintptr(cols),
-		uintptr(rows), uintptr(cols)); err != nil {
+	if err := b.call(&b.LayoutCreate, uintptr(unsafe.Pointer(to)), blasTypes[t],
+		uintptr(cols), uintptr(rows), uintptr(cols)); err != nil {
 		return err
 	}
 
@@ -252,7 +254,7 @@ func (p *blasPlan) search(workspace, want int) error {
 	defer b.call(&b.PreferenceDestroy, pref)
 
 	attributes := []attribute{{prefWorkspace, uint64(workspace), 8}}
-	for i := range uintptr(4) {
+	for i := range uintptr(4) { // A, B, C and D
 		attributes = append(attributes, attribute{prefAlignA + i, uint64(p.spec.Align), 4})
 	}
 
@@ -268,8 +270,9 @@ func (p *blasPlan) search(workspace, want int) error {
 
 	found := make([]heuristicResult, max(want, 1))
 	var n int32
-	if err := b.call(&b.AlgoGetHeuristic, b.handle, p.desc, p.layoutB, p.layoutA, p.layoutD,
-		p.layoutD, pref, uintptr(len(found)), uintptr(unsafe.Pointer(&found[0])),
+	if err := b.call(&b.AlgoGetHeuristic, b.handle, p.desc,
+		p.layoutB, p.layoutA, p.layoutD, p.layoutD, // cuBLASLt's A, B, C and D
+		pref, uintptr(len(found)), uintptr(unsafe.Pointer(&found[0])),
 		uintptr(unsafe.Pointer(&n))); err != nil {
 		return err
 	}
@@ -302,12 +305,12 @@ func (p *blasPlan) Run(algo int, a gpu.MatmulArgs, s gpu.Stream) error {
 		return err
 	}
 
+	// D = alpha · op(A) op(B) + beta · C, with our B passed as cuBLASLt's A and our A as its B.
 	p.alpha, p.beta = a.Alpha, a.Beta
 	err := b.ctx.Watch(s, p.work, func() error {
-		return b.call(&b.Matmul, b.handle, p.desc, uintptr(unsafe.Pointer(&p.alpha)), uintptr(a.B),
-			p.layoutB, uintptr(a.A),
-			p.layoutA, uintptr(unsafe.Pointer(&p.beta)), uintptr(a.C), p.layoutD,
-			uintptr(a.D), p.layoutD,
+		return b.call(&b.Matmul, b.handle, p.desc,
+			uintptr(unsafe.Pointer(&p.alpha)), uintptr(a.B), p.layoutB, uintptr(a.A), p.layoutA,
+			uintptr(unsafe.Pointer(&p.beta)), uintptr(a.C), p.layoutD, uintptr(a.D), p.layoutD,
 			uintptr(unsafe.Pointer(&p.algos[algo].ID)), uintptr(a.Workspace),
 			uintptr(a.WorkspaceSize), uintptr(s))
 	})
@@ -325,6 +328,7 @@ func blasPlaces(f sharedlib.Finder) []sharedlib.Place {
 	if f.GOOS == "windows" {
 		name = "cublasLt64_%s.dll"
 	}
-	of := func(major string) sharedlib.Place { return sharedlib.Place(fmt.Sprintf(name, major)) }
-	return f.Toolkit(blasVariable, string(of("1[0-9]")), "cu*", of("13"), of("12"))
+	library := func(major string) sharedlib.Place { return sharedlib.Place(fmt.Sprintf(name, major)) }
+	anyVersion := string(library("1[0-9]")) // a pattern for files in folders
+	return f.Toolkit(blasVariable, anyVersion, "cu*", library("13"), library("12"))
 }

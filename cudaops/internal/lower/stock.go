@@ -21,12 +21,17 @@ import (
 
 // stockOp describes how to compile one of Gorgonia's ops.
 type stockOp struct {
-	find   func(n *gorgonia.Node) lowering // returns nil if the node can't be lowered
-	scaled linearity                       // nil if the op is not linear in any input
+	find func(n *gorgonia.Node) lowering // returns nil if the node can't be lowered
+
+	// scaled determines whether the result carries the loss scale that inputs carry. It is nil if the op is
+	// not linear in any input.
+	scaled linearity
 }
 
 // stockOps maps type names to ops. Gradient ops are listed next to their forward ops. Most gradients, and
 // functions such as Rectify and Mean, have no entry because they are composed of other ops.
+//
+// The map is filled in init, because some of its functions refer to the map.
 var stockOps map[string]stockOp
 
 func init() {
@@ -74,7 +79,8 @@ func splitAt(s tensor.Shape, axis int) (outer, n, inner int) {
 	return opbase.Size(s[:axis]), s[axis], opbase.Size(s[axis+1:])
 }
 
-// inputAsActivation returns a as activations if it is an input of the graph, and otherwise a itself.
+// inputAsActivation returns a converted to the activation type if a is an input of the graph and does not
+// hold integers. Otherwise it returns a itself.
 func (c *compiler) inputAsActivation(n *gorgonia.Node, a *program.Array) *program.Array {
 	if c.inputOf[a.Buffer] != nil && a.Type != gpu.Int64 {
 		return c.asActivation(n, a)

@@ -151,23 +151,25 @@ func (f *File) Fits(s Shape) error {
 // fitsRest checks the tensors that are not parameters. The arguments params and bytes are the number of
 // parameters and their total size.
 func (f *File) fitsRest(s Shape, params int, bytes int64) error {
-	var moments int64
-	lattices := map[string]int64{}
+	var moments int64              // bytes of the optimizer state and the state of parts
+	lattices := map[string]int64{} // bytes by layer
+	others := 0                    // tensors that are neither; they should be the parameters
 	for _, name := range f.names {
 		switch own, isLattice := strings.CutPrefix(name, LatticePrefix); {
 		case isLattice:
 			layer, _, _ := strings.Cut(own, ".")
 			lattices[layer] += f.Bytes(name)
-		case beside(name):
+		case isRunState(name):
 			moments += f.Bytes(name)
 		default:
-			params--
+			others++
 		}
 	}
 
-	if params < 0 {
+	// Fits has found all parameters, so any further tensors are unknown.
+	if others > params {
 		return f.Errorf("%w: it has %d tensors that do not belong to the model, such as %.100q",
-			ErrArchitecture, -params, f.stranger(s))
+			ErrArchitecture, others-params, f.firstUnknown(s))
 	}
 
 	if limit := maxMoments*bytes + maxMomentsMore; moments > limit {
@@ -177,8 +179,8 @@ func (f *File) fitsRest(s Shape, params int, bytes int64) error {
 
 	for _, layer := range s.Lattices {
 		n, seeds := lattices[layer.Name], int64(layer.Seeds)
-		// While a seed is being grafted, the lattice also holds the previous contents of its slot, as
-		// float64.
+		// While a seed is grafted, the lattice also holds the previous contents of its slot as float64: the
+		// weights and their scale.
 		least := seeds * minSeedData
 		most := seeds*(maxSeedData+8*int64(layer.SlotWidth+1)) + maxLatticeMore
 		if n < least || n > most {
@@ -190,20 +192,21 @@ func (f *File) fitsRest(s Shape, params int, bytes int64) error {
 	return nil
 }
 
-// beside reports whether a tensor belongs to the run's state rather than to the model.
-func beside(name string) bool {
+// isRunState reports whether a tensor belongs to the run's state rather than to the model.
+func isRunState(name string) bool {
 	return slices.ContainsFunc([]string{OptimizerPrefix, PartPrefix, BeforePrefix, TwinPrefix},
 		func(prefix string) bool { return strings.HasPrefix(name, prefix) })
 }
 
-// stranger returns the first unknown tensor.
-func (f *File) stranger(s Shape) string {
+// firstUnknown returns the name of the first tensor that does not belong to the model, a lattice or the run's
+// state.
+func (f *File) firstUnknown(s Shape) string {
 	known := map[string]bool{}
 	for name := range s.Params {
 		known[name] = true
 	}
 	for _, name := range f.names {
-		if !known[name] && !strings.HasPrefix(name, LatticePrefix) && !beside(name) {
+		if !known[name] && !strings.HasPrefix(name, LatticePrefix) && !isRunState(name) {
 			return name
 		}
 	}

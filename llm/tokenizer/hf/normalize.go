@@ -10,14 +10,15 @@ import (
 // place.
 type normalizer interface {
 	normalize(text []byte) []byte
-	// growth returns an upper bound on the ratio of the output length to the input length.
+	// growth returns an upper bound on the ratio of the output length to the input length, in bytes and for
+	// long texts: a constant number of added bytes does not count.
 	growth() int
 }
 
 const (
 	maxComponents = 32  // of one kind; known files have up to three
 	maxAffix      = 256 // bytes of a prefix or a replacement
-	maxGrowth     = 64
+	maxGrowth     = 64  // of all normalizers together; see normalizer.growth
 )
 
 // readNormalizers reads the normalizers in the order of their application.
@@ -59,6 +60,8 @@ func readComponents(where string, v value, list string,
 	return readNested(where, v, list, read, &left)
 }
 
+// readNested implements readComponents. It may call itself left more times in total, which also limits the
+// nesting of sequences.
 func readNested(where string, v value, list string, read func(kind string, o *object) error,
 	left *int) error {
 	if *left--; *left < 0 {
@@ -93,7 +96,7 @@ func readNested(where string, v value, list string, read func(kind string, o *ob
 	return o.done()
 }
 
-// affix returns a short text.
+// affix returns the text of a member, which may have at most maxAffix bytes.
 func (o *object) affix(key string) string {
 	s := o.text(key)
 	if len(s) > maxAffix {
@@ -102,7 +105,7 @@ func (o *object) affix(key string) string {
 	return s
 }
 
-// pattern returns the text of {"String": …}. It returns an error for a regular expression.
+// pattern returns the text in a member of the form {"String": text}. The form {"Regex": text} is an error.
 func (o *object) pattern(key string) string {
 	v, ok := o.must(key)
 	if !ok {

@@ -24,17 +24,20 @@ import (
 type options struct {
 	device, data, ext, out, cache, optimizer string
 	precision                                cudaops.Precision
-	only, replay                             string
+	only                                     string // static or grown; "" for both
+	replay                                   string // record that a grown model follows
 	board                                    string // address, "" for none
 	boardControl                             bool
-	model                                    llm.Config // static
-	batch, epoch, vocab, from, runs, every   int
-	heldOut                                  int64
-	rates                                    []float64
-	time                                     time.Duration
-	budget                                   llm.Budget // budget of a static run
-	grownShare                               float64    // share of the budget for a grown run
-	evaluations                              int        // approximate number in each run
+	model                                    llm.Config // of the static model
+	batch, epoch, vocab, runs                int
+	from                                     int           // blocks of the grown model at the start
+	every                                    int           // steps between evaluations; 0 to use evaluations
+	heldOut                                  int64         // bytes
+	rates                                    []float64     // learning rates to try
+	time                                     time.Duration // of each run
+	budget                                   llm.Budget    // budget of a static run
+	grownShare                               float64       // share of the budget for a grown run
+	evaluations                              int           // approximate number in each run
 	seed                                     uint64
 	sites                                    []string // sites of growth
 	kind                                     string
@@ -184,7 +187,7 @@ func (o *options) finish(rest []string) error {
 
 	o.model.Vocab = tokenizer.Bytes{}.VocabSize()
 	if o.vocab > 0 {
-		o.model.Vocab = (o.vocab + 63) / 64 * 64
+		o.model.Vocab = (o.vocab + 63) / 64 * 64 // a multiple of 64 makes the products faster
 	}
 
 	o.model = o.model.Default()
@@ -192,13 +195,16 @@ func (o *options) finish(rest []string) error {
 		return err
 	}
 
-	epochs := 40.0 // comparisons at other sites take longer than the steps between them
+	// A run needs enough epochs for a whole growth, because the controller decides once in each epoch. A
+	// growth in depth takes about 80 epochs. At other sites, blueprints are compared in each epoch, which
+	// takes longer than a few steps, so the epochs must not be too short.
+	minEpochs := 40.0
 	if o.grows("depth") {
-		epochs = 100 // a growth takes about 80
+		minEpochs = 100
 	}
 
 	if steps := o.steps(); steps > 0 {
-		o.epoch = max(1, min(o.epoch, int(steps/epochs)))
+		o.epoch = max(1, min(o.epoch, int(steps/minEpochs)))
 	}
 
 	return nil
@@ -214,19 +220,20 @@ func (o *options) elsewhere() bool {
 
 // steps returns the number of steps in a static run, or 0 if its time limits it.
 func (o *options) steps() float64 {
+	// At most one of the two budgets is set. The other one adds 0.
 	tokens := float64(o.budget.Tokens) + o.budget.FLOPs/o.model.FLOPs()
 	return tokens / float64(o.batch*o.model.Seq)
 }
 
 // plan configures the controller to grow the model from -from blocks to -layers.
 func (o *options) plan() error {
-	times := o.model.Layers / o.from
+	factor := o.model.Layers / o.from
 	c := o.controller
 	switch o.kind {
 	case "stack":
-		c.Kind, c.Size = blueprints.Stack, times
+		c.Kind, c.Size = blueprints.Stack, factor
 	case "interleave":
-		c.Kind, c.Size = blueprints.Interleave, times
+		c.Kind, c.Size = blueprints.Interleave, factor
 	case "new-blocks":
 		c.Kind, c.Size = blueprints.NewBlocks, o.model.Layers-o.from
 		return nil
@@ -234,7 +241,7 @@ func (o *options) plan() error {
 		return fmt.Errorf("-kind is %q, want stack, interleave or new-blocks", o.kind)
 	}
 
-	if times*o.from != o.model.Layers {
+	if factor*o.from != o.model.Layers {
 		return fmt.Errorf(
 			"-layers is %d, want a multiple of -from, %d: -kind new-blocks takes others",
 			o.model.Layers, o.from)

@@ -59,18 +59,32 @@ func HeldRows(t gpu.DType, d int, float8 gpu.Ptr, ps ...gpu.Ptr) (h HeldShape) {
 // thread, the threads across a row, and the rows per block.
 type HeldShape struct{ Packs, Across, Rows int }
 
-// BestShape returns the fastest shape for rows of d elements, which must be whole packs. It uses
-// the first of the given numbers of packs per thread that fits, or returns the zero shape if rows
-// are too long. One pack suits short rows, since all threads of a row compute its scale, and four
-// packs suit long ones.
+// HeldThreads is the largest number of threads in a block that holds rows in registers.
+const HeldThreads = 512
+
+// BestShape returns the fastest shape for rows of d elements, which must be whole packs. The caller lists
+// numbers of packs per thread, the fastest first, and BestShape uses the first that suits rows of this
+// length. It returns the zero shape if none suits them, because they are too long.
+//
+// One pack suits short rows, because many threads then share the computation of a row's scale. Four packs
+// suit long rows.
 func BestShape(d int, t gpu.DType, packs ...int) HeldShape {
+	const warp = 32
+	const smallBlock = 128 // threads; several rows share a block if a row has fewer
+
 	for _, n := range packs {
-		across := kernel.CeilDiv(d, 32*n*kernel.Vector(t)) * 32
-		// otherwise there would be too few threads, or fewer packs than threads
-		if across <= HeldThreads && (n == 1 || d > 32*kernel.Vector(t)*n/2) {
-			return HeldShape{n, across, max(1, 128/across)}
+		warpElements := warp * n * kernel.Vector(t)
+		across := kernel.CeilDiv(d, warpElements) * warp
+		if across > HeldThreads {
+			continue // the row is too long for n packs per thread
 		}
+		if n > 1 && d <= warpElements/2 {
+			continue // n packs per thread would leave half of a warp without elements
+		}
+
+		return HeldShape{n, across, max(1, smallBlock/across)}
 	}
+
 	return HeldShape{}
 }
 
@@ -78,16 +92,17 @@ func BestShape(d int, t gpu.DType, packs ...int) HeldShape {
 // strides are the row strides, in elements, of arrays that need them.
 func (h HeldShape) Run(q *kernel.Queue, name string, rows, d int, t gpu.DType, args []any,
 	strides ...int) {
-	variant, c := "_any", kernel.Line(rows, kernel.RowThreads(d))
+	variant, config := "_any", kernel.Line(rows, kernel.RowThreads(d)) // one block per row
 	if h.Packs > 0 {
-		variant, c = fmt.Sprint("_held", h.Packs), h.Over(rows)
-		args = append(args, int64(rows))
+		variant, config = fmt.Sprint("_held", h.Packs), h.Over(rows)
+		args = append(args, int64(rows)) // the last block may have fewer rows
 	}
+
 	args = append(args, d)
 	for _, stride := range strides {
 		args = append(args, int64(stride))
 	}
-	q.Run("quantize", name+variant+kernel.Suffix(t), c, args...)
+	q.Run("quantize", name+variant+kernel.Suffix(t), config, args...)
 }
 
 // Over returns the configuration of a launch over the given number of rows.
@@ -118,17 +133,21 @@ type Columns struct {
 const largestColumns, tileColumns, tileRows, columnThreads = 256, 64, 128, 256
 
 // sections returns the number of parts into which the rows are divided to search for the largest
-// elements. It aims at two blocks per multiprocessor with at least 32 rows each.
+// elements. It aims at two blocks per multiprocessor with at least 32 rows each, but at most at 32 parts.
 func (a Columns) sections(d gpu.DeviceInfo) int {
-	return max(1, min(32, kernel.CeilDiv(a.Rows, 32), 2*d.SMs/kernel.CeilDiv(a.D, largestColumns)))
+	blocksAcross := kernel.CeilDiv(a.D, largestColumns)
+	return max(1, min(32, kernel.CeilDiv(a.Rows, 32), 2*d.SMs/blocksAcross))
 }
 
 // Launch enqueues two kernels.
 func (a Columns) Launch(q *kernel.Queue) {
+	// The first kernel stores the largest element of each column and section in the workspace.
 	sections := a.sections(q.Info)
 	c := kernel.Grid(kernel.CeilDiv(a.D, largestColumns), sections, columnThreads, 1)
 	q.Run("quantize", "quantize_columns_largest"+kernel.Suffix(a.Type), c, a.Workspace, a.X, a.Rows,
 		a.D)
+
+	// The second kernel may start early, because it waits for the first before it reads the workspace.
 	c.Grid = gpu.Dim{X: kernel.CeilDiv(a.D, tileColumns), Y: kernel.CeilDiv(a.Rows, tileRows)}
 	c.Overlap = true
 	q.Run("quantize", "quantize_columns"+kernel.Suffix(a.Type), c, a.Y, a.Scale, a.X, a.Workspace,
@@ -139,9 +158,6 @@ func (a Columns) Launch(q *kernel.Queue) {
 func (a Columns) WorkspaceBytes(d gpu.DeviceInfo) int {
 	return 4 * a.D * a.sections(d)
 }
-
-// HeldThreads is the largest number of threads in a block that holds rows in registers.
-const HeldThreads = 512
 
 // WorkspaceField implements [kernel.Workspaced].
 func (a *Columns) WorkspaceField() *gpu.Ptr { return &a.Workspace }

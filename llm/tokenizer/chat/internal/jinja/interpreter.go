@@ -27,13 +27,14 @@ type interpreter struct {
 }
 
 // A scope holds the variables of one function of the Python code that Jinja2 generates: the template
-// itself or the call of a macro. An inner function sees the current values of the outer one's
-// variables.
+// itself or the call of a macro. An inner function sees the values that the variables of the outer
+// function have at the time of the lookup.
 type scope struct {
 	variables map[string]value
 	outer     *scope
 }
 
+// lookup returns the value of a variable in the innermost scope that has it, or missing.
 func (s *scope) lookup(ident string) value {
 	for ; s != nil; s = s.outer {
 		if v, ok := s.variables[ident]; ok {
@@ -64,6 +65,7 @@ func newInterpreter(variables Variables, o Options) *interpreter {
 		size += inputSize(v.v)
 	}
 
+	// Long conversations may take more memory than short ones.
 	in.valueLimit = maxValue + 4*size
 	in.memoryLimit = maxMemory + 64*size
 	return in
@@ -91,10 +93,11 @@ func inputSize(v value) int {
 	return 8
 }
 
-// step counts a rendering step and fails if time is up.
+// step counts one step. Like all methods that call fail, it panics if a limit is exceeded.
 func (in *interpreter) step() { in.work(1) }
 
-// work counts steps, each of which is about the cost of evaluating a small expression.
+// work counts steps, and fails if time is up. A step is the work of evaluating a small expression. The time
+// is checked only every 1024 steps, because reading the clock takes longer than a step.
 func (in *interpreter) work(steps int) {
 	if in.steps += steps; in.steps < in.checkAt {
 		return
@@ -116,33 +119,35 @@ func (in *interpreter) grow(n int) {
 	}
 }
 
-// check fails if a value would take too many bytes.
+// check fails if a value of n bytes would be too large.
 func (in *interpreter) check(n int) {
 	if n > in.valueLimit {
 		fail("a value has more than %d bytes", in.valueLimit)
 	}
 }
 
-// newString counts a newly created string.
+// newString returns a string that has just been made, after counting its memory.
 func (in *interpreter) newString(s string) string {
 	in.check(len(s))
 	in.grow(len(s))
 	return s
 }
 
-// repeat repeats a string.
+// repeat returns n copies of a string, one after the other. Negative n count as 0.
 func (in *interpreter) repeat(s string, n int) string {
 	if n <= 0 || s == "" {
 		return ""
 	}
-	if n > math.MaxInt32/len(s) {
-		n = math.MaxInt32 / len(s)
-	}
+
+	// The cap keeps the product below from overflowing. The largest values allowed are far
+	// smaller.
+	n = min(n, math.MaxInt32/len(s))
 	in.check(n * len(s))
 	return in.newString(strings.Repeat(s, n))
 }
 
-// enter gives the variables of a scope their first values.
+// enter gives the variables of the current scope their initial values, as determined by the analysis of the
+// template: a variable of the interpreter, the value of an outer scope, or none.
 func (in *interpreter) enter(loads []load) {
 	for _, l := range loads {
 		switch l.action {
@@ -160,7 +165,7 @@ func (in *interpreter) enter(loads []load) {
 	}
 }
 
-// leave clears the variables of a scope.
+// leave clears the variables that enter has set.
 func (in *interpreter) leave(loads []load) {
 	for _, l := range loads {
 		in.scope.variables[l.ident] = missing
