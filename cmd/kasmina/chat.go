@@ -76,12 +76,7 @@ func (o *chatOptions) run(c *cobra.Command) error {
 	if err := o.checkSampling(c, how); err != nil {
 		return err
 	}
-	s, err := sampler.New(how)
-	if err != nil {
-		return err
-	}
-
-	t := &talk{model: m, system: o.system, n: o.n, sampler: s, out: c.OutOrStdout(), err: c.ErrOrStderr()}
+	t := &talk{model: m, system: o.system, n: o.n, sampling: how, out: c.OutOrStdout(), err: c.ErrOrStderr()}
 	if m.Template == nil {
 		if o.system != "" {
 			return fmt.Errorf("--system needs a chat template, and the model has none that can be used: %w",
@@ -97,7 +92,7 @@ type talk struct {
 	model    *serve.Model
 	system   string
 	n        int // largest number of tokens of an answer
-	sampler  *sampler.Sampler
+	sampling sampler.Config
 	out, err io.Writer
 
 	messages []talkMessage
@@ -183,9 +178,17 @@ func (t *talk) answer(ctx context.Context, text string) error {
 	}
 	defer func() { t.messages = append(t.messages, talkMessage{"assistant", answer.String()}) }()
 
+	// Every answer has a seed of its own.
+	draw, err := sampler.New(t.sampling)
+	if err != nil {
+		return err
+	}
+	t.sampling.Seed++
+	draw.Observe(prompt...)
+
 	n := min(t.n, t.model.Context-len(prompt))
 	drawn := 0
-	for id, err := range t.model.Generator.Generate(ctx, prompt, n, t.sampler) {
+	for id, err := range t.model.Generator.Generate(ctx, prompt, n, draw) {
 		if err != nil {
 			return err
 		}

@@ -117,6 +117,7 @@ func (o *generateOptions) run(c *cobra.Command) error {
 		return fmt.Errorf("--prompt: %w", err)
 	}
 
+	s.Observe(prompt...)
 	device, precision, err := o.open(c.ErrOrStderr())
 	if err != nil {
 		return err
@@ -209,7 +210,8 @@ func (o *generateOptions) write(c *cobra.Command, drawn iter.Seq2[int, error],
 
 // sampler combines the options with generation_config.json.
 func (o *generateOptions) sampler(c *cobra.Command, g hf.Generation, vocab int) sampler.Config {
-	s := sampler.Config{Vocab: vocab, Seed: o.seed, TopK: g.TopK, TopP: sampler.Nucleus(g.TopP)}
+	s := sampler.Config{Vocab: vocab, Seed: o.seed, TopK: g.TopK, TopP: sampler.Nucleus(g.TopP),
+		MinP: g.MinP, Repetition: g.Repetition}
 	if g.Sample {
 		s.Temperature = g.Temperature
 	}

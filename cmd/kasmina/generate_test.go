@@ -15,22 +15,22 @@ import (
 
 // TestSamplingOptions checks the sampling settings for options that are given, zero, or missing.
 func TestSamplingOptions(t *testing.T) {
-	file := hf.Generation{Sample: true, Temperature: 0.5, TopK: 20, TopP: 0.9}
+	file := hf.Generation{Sample: true, Temperature: 0.5, TopK: 20, TopP: 0.9, MinP: 0.1, Repetition: 1.05}
 	for _, c := range []struct {
 		args []string
 		file hf.Generation
 		want sampler.Config
 	}{
-		{nil, file, sampler.Config{Temperature: 0.5, TopK: 20, TopP: 0.9}},
+		{nil, file, sampler.Config{Temperature: 0.5, TopK: 20, TopP: 0.9, MinP: 0.1, Repetition: 1.05}},
 		{[]string{"--top-k", "0", "--top-p", "0"}, file,
-			sampler.Config{Temperature: 0.5, TopP: sampler.MostProbable}},
+			sampler.Config{Temperature: 0.5, TopP: sampler.MostProbable, MinP: 0.1, Repetition: 1.05}},
 		{[]string{"--top-k", "50", "--top-p", "1"}, file,
-			sampler.Config{Temperature: 0.5, TopK: 50, TopP: 1}},
+			sampler.Config{Temperature: 0.5, TopK: 50, TopP: 1, MinP: 0.1, Repetition: 1.05}},
 		{nil, hf.Generation{Sample: true, Temperature: 1}, // a top_k and a top_p of 0
 			sampler.Config{Temperature: 1, TopP: sampler.MostProbable}},
 		{[]string{"--temperature", "2"}, hf.Generation{Temperature: 1, TopK: 50, TopP: 1},
 			sampler.Config{Temperature: 2, TopK: 50, TopP: 1}},
-		{[]string{"--temperature", "0"}, file, sampler.Config{TopK: 20, TopP: 0.9}},
+		{[]string{"--temperature", "0"}, file, sampler.Config{TopK: 20, TopP: 0.9, MinP: 0.1, Repetition: 1.05}},
 	} {
 		var o generateOptions
 		command := o.command()

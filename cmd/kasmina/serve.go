@@ -141,6 +141,10 @@ func (o *serveOptions) run(c *cobra.Command) error {
 		return err
 	}
 
+	if g := f.Generation; g.Sample && len(g.Ignored) > 0 {
+		fmt.Fprintf(c.ErrOrStderr(), "note      ignoring %q in generation_config.json, which serve does not support\n",
+			g.Ignored)
+	}
 	o.introduce(c, l.Addr().String(), m)
 	go func() {
 		<-c.Context().Done()

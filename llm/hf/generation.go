@@ -20,8 +20,10 @@ type Generation struct {
 	Temperature float64 // 1 by default
 	TopK        int     // 50 by default, 0 for all tokens
 	TopP        float64 // 1 by default, which keeps all tokens; 0 keeps only the most probable one
+	MinP        float64 // 0 by default, which keeps all tokens
+	Repetition  float64 // repetition_penalty, 1 by default, which changes nothing
 
-	// Ignored names settings that this module doesn't support, such as repetition_penalty.
+	// Ignored names settings that this module doesn't support, such as no_repeat_ngram_size.
 	Ignored []string
 }
 
@@ -103,10 +105,17 @@ func (g *Generation) readSampling(o *object) {
 		o.fail("top_p", "it is %v, want 0 to 1", g.TopP)
 	}
 
-	for _, name := range []string{"repetition_penalty", "num_beams", "num_beam_groups",
+	if g.MinP = o.float("min_p", 0); !(g.MinP >= 0 && g.MinP <= 1) {
+		o.fail("min_p", "it is %v, want 0 to 1", g.MinP)
+	}
+	if g.Repetition = o.float("repetition_penalty", 1); !(g.Repetition > 0) {
+		o.fail("repetition_penalty", "it is %v, want more than 0", g.Repetition)
+	}
+
+	for _, name := range []string{"num_beams", "num_beam_groups",
 		"length_penalty", "typical_p", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
 		"penalty_alpha", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-		"diversity_penalty", "min_length", "min_new_tokens", "min_p", "guidance_scale",
+		"diversity_penalty", "min_length", "min_new_tokens", "guidance_scale",
 		"suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
 		"bad_words_ids", "force_words_ids", "sequence_bias", "constraints", "watermarking_config",
 		"exponential_decay_length_penalty"} {
@@ -114,7 +123,7 @@ func (g *Generation) readSampling(o *object) {
 		switch name {
 		case "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty",
 			"min_length", "min_new_tokens", "epsilon_cutoff", "eta_cutoff",
-			"penalty_alpha", "min_p":
+			"penalty_alpha":
 			usual = "0"
 		}
 		o.taken[name] = true

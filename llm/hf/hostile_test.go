@@ -357,15 +357,17 @@ func TestGeneration(t *testing.T) {
 	path := filepath.Join(dir, generationName)
 	require.NoError(t,
 		os.WriteFile(path, []byte(`{"do_sample": true, "temperature": 0.6, "top_k": 20,
-		"top_p": 0.9, "eos_token_id": [4, 5], "repetition_penalty": 1.05}`), 0o666))
+		"top_p": 0.9, "eos_token_id": [4, 5], "repetition_penalty": 1.05, "min_p": 0.1, "no_repeat_ngram_size": 3}`), 0o666))
 	f, err := Open(dir)
 	require.NoError(t, err)
 	require.NoError(t, f.Close())
 	require.Equal(t, Generation{Begin: 1, Pad: 0, End: []int{4, 5}, Sample: true, Temperature: 0.6,
-		TopK: 20, TopP: 0.9, Ignored: []string{"repetition_penalty"}}, f.Generation)
+		TopK: 20, TopP: 0.9, MinP: 0.1, Repetition: 1.05,
+		Ignored: []string{"no_repeat_ngram_size"}}, f.Generation)
 	for text, want := range map[string]string{`{"eos_token_id": 48}`: "eos_token_id",
-		`{"top_p": 2}`:        "top_p",
-		`{"more": 1}`:         "more is 1: this field is not supported",
+		`{"top_p": 2}`:              "top_p",
+		`{"more": 1}`:               "more is 1: this field is not supported",
+		`{"repetition_penalty": 0}`: "repetition_penalty", `{"min_p": 1.5}`: "min_p",
 		`{"temperature": -1}`: "temperature"} {
 		require.NoError(t, os.WriteFile(path, []byte(text), 0o666))
 		requireRefused(t, dir, want)
@@ -379,16 +381,16 @@ func TestSamplingDefaults(t *testing.T) {
 		generation, config string
 		want               Generation
 	}{
-		{`{"do_sample": true}`, `{}`, Generation{Sample: true, Temperature: 1, TopK: 50, TopP: 1}},
+		{`{"do_sample": true}`, `{}`, Generation{Sample: true, Temperature: 1, TopK: 50, TopP: 1, Repetition: 1}},
 		{`{"do_sample": true, "top_k": null, "top_p": null, "temperature": null}`, `{}`,
-			Generation{Sample: true, Temperature: 1, TopK: 50, TopP: 1}},
+			Generation{Sample: true, Temperature: 1, TopK: 50, TopP: 1, Repetition: 1}},
 		{`{"do_sample": true, "top_k": 0, "top_p": 0}`, `{}`,
-			Generation{Sample: true, Temperature: 1}},
+			Generation{Sample: true, Temperature: 1, Repetition: 1}},
 		{`{"temperature": 0.5}`, `{"do_sample": true, "top_k": 7}`,
-			Generation{Temperature: 0.5, TopK: 50, TopP: 1}},
+			Generation{Temperature: 0.5, TopK: 50, TopP: 1, Repetition: 1}},
 		{"", `{"do_sample": true, "top_k": 7, "temperature": 0.5, "top_p": 0.25}`,
-			Generation{Sample: true, Temperature: 0.5, TopK: 7, TopP: 0.25}},
-		{"", `{}`, Generation{Temperature: 1, TopK: 50, TopP: 1}},
+			Generation{Sample: true, Temperature: 0.5, TopK: 7, TopP: 0.25, Repetition: 1}},
+		{"", `{}`, Generation{Temperature: 1, TopK: 50, TopP: 1, Repetition: 1}},
 	} {
 		dir := copyOf(t, "llama2")
 		path := filepath.Join(dir, generationName)

@@ -59,7 +59,7 @@ func NewModel(f *hf.Folder, g Generator, context int) (*Model, error) {
 	m.Sampling.Temperature = 1
 	if g := f.Generation; g.Sample {
 		m.Sampling = sampler.Config{Temperature: g.Temperature, TopK: g.TopK,
-			TopP: sampler.Nucleus(g.TopP)}
+			TopP: sampler.Nucleus(g.TopP), MinP: g.MinP, Repetition: g.Repetition}
 	}
 
 	return m, nil

@@ -109,10 +109,10 @@ func TestPage(t *testing.T) {
 		text, _ := tok.Decode(p)
 		prompt = string(text)
 		if strings.Contains(prompt, "forever") {
-			return says("x")[:1]
+			return bytewise("x\n")[:2] // fills the window
 		}
 		return bytewise(reply)
-	}, wait: slow(3 * time.Millisecond)}
+	}, wait: slow(10 * time.Millisecond)}
 	m := newModel(t, f, chatTemplate)
 	m.Context = 100_000
 	c := serveModel(t, m, Options{Keys: []string{"secret"}})
@@ -136,8 +136,8 @@ func TestPage(t *testing.T) {
 
 	// An answer that would never end is stopped, and its slot is free.
 	w.says("forever")
-	w.sees(`document.querySelectorAll(".assistant")[2]?.textContent.length > 10`)
-	w.do(chromedp.Click(chromedp.CSS("#stop")))
+	w.sees(`document.querySelectorAll(".assistant")[2]?.textContent.length > 100`)
+	eval[bool](w, `document.querySelector("#stop").click(), true`)
 	await(t, "the answer is stopped", func() bool { return f.active.Load() == 0 })
 	w.sees(`!document.querySelector("#send").hidden`)
 
