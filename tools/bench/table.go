@@ -65,7 +65,7 @@ func printTable(w io.Writer, files []string) error {
 // printRows writes a table of the named measurements.
 func printRows(w io.Writer, all []result, names []string) {
 	fmt.Fprint(w,
-		"\n| what | this project | peers | ratio to the best peer | share of the ceiling |\n",
+		"\n| measurement | this project | baselines | ratio to the best baseline | share of the ceiling |\n",
 		"| --- | --- | --- | --- | --- |\n")
 	bandwidth, arithmetic := ceilingsOf(all)
 	for _, name := range names {
@@ -202,9 +202,9 @@ func ratio(ours result, peers []result) string {
 func share(r result, bandwidth, arithmetic float64) string {
 	switch {
 	case r.GBps > 0 && bandwidth > 0:
-		return fmt.Sprintf("%.0f %%", 100*r.GBps/bandwidth)
+		return fmt.Sprintf("%.0f%%", 100*r.GBps/bandwidth)
 	case r.TFLOPs > 0 && arithmetic > 0:
-		return fmt.Sprintf("%.0f %%", 100*r.TFLOPs/arithmetic)
+		return fmt.Sprintf("%.0f%%", 100*r.TFLOPs/arithmetic)
 	}
 	return "–"
 }

@@ -59,18 +59,18 @@ func TestTable(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	const head = "| what | this project | peers | ratio to the best peer | share of the " +
+	const head = "| measurement | this project | baselines | ratio to the best baseline | share of the " +
 		"ceiling |\n" +
 		"| --- | --- | --- | --- | --- |\n"
 	const want = "- kasmina: Card, driver 1.2, 2026-01-02, `bench`\n" +
 		"- torch: Card, torch 9\n" +
 		"\n" + head +
-		"| copy_2GiB | 4000 GB/s, 1000 µs | – | – | 100 % |\n" +
-		"| gemm_8192_bf16 | 700 TFLOP/s, 1500 µs | cublas: 800 TFLOP/s, 1400 µs | 0.93 | 88 % |\n" +
-		"| norm | 3000 GB/s, 100 µs | quick: 2000 GB/s, 150 µs; slow: 1500 GB/s, 200 µs | 1.50 | 75 % |\n" +
+		"| copy_2GiB | 4000 GB/s, 1000 µs | – | – | 100% |\n" +
+		"| gemm_8192_bf16 | 700 TFLOP/s, 1500 µs | cublas: 800 TFLOP/s, 1400 µs | 0.93 | 88% |\n" +
+		"| norm | 3000 GB/s, 100 µs | quick: 2000 GB/s, 150 µs; slow: 1500 GB/s, 200 µs | 1.50 | 75% |\n" +
 		"| alone | – | quick: 0.500 GB/s, 12 µs | – | – |\n" +
 		"\n" + head +
-		"| train | 500000 tokens/s, 50.0 ms, 10.0 GiB | compiled: 450000 tokens/s, 55.0 ms, 20.5 GiB | 1.10 | 50 % |\n"
+		"| train | 500000 tokens/s, 50.0 ms, 10.0 GiB | compiled: 450000 tokens/s, 55.0 ms, 20.5 GiB | 1.10 | 50% |\n"
 
 	if b.String() != want {
 		t.Errorf("got\n%s\nwant\n%s", b.String(), want)
