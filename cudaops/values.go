@@ -37,20 +37,23 @@ func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 		return nil, err
 	}
 
+	// Before the first run, only inputs that are not sent with each run have a value on the device.
 	if !m.runner.State.Ran() && (in == nil || in.Sent()) {
 		return nil, errors.New("the machine has not run")
 	}
 
 	if in != nil {
 		if in.Part != nil {
-			a = in.Copies[0].Array
+			a = in.Copies[0].Array // holds all elements of a parameter that is divided among ranks
 		}
+
+		// An update of the parameters may still be in progress on another stream.
 		if err := owner.optimizer.Arrive(m.runner.Stream); err != nil {
 			return nil, err
 		}
 	}
 
-	scale := m.runner.Carried(n)
+	scale := m.runner.Carried(n) // Fetch divides by the loss scale
 	if scale == 0 {
 		return nil, fmt.Errorf("%s was dropped when the loss scale changed",
 			graph.Describe(n))
@@ -107,24 +110,28 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 		return err
 	}
 
-	before, again := other.runner.Program.Caches[keys]
-	if again && values != keys {
+	source, copiesCache := other.runner.Program.Caches[keys]
+	if copiesCache && values != keys {
 		return errors.New("keys is a cached attention: pass it as values, too")
 	}
 
+	// Copy the keys, then the values.
+	nodes := []*gorgonia.Node{keys, values}
+	sources := []*program.Array{source.Keys, source.Values}
 	for i, to := range []*program.Array{cache.Keys, cache.Values} {
-		n := []*gorgonia.Node{keys, values}[i]
-		a := []*program.Array{before.Keys, before.Values}[i]
-		if !again {
+		n, a := nodes[i], sources[i]
+		if !copiesCache {
 			if a, err = retained(other, n); err != nil {
 				return err
 			}
 		}
+
 		if a.Type != to.Type || len(a.Shape) != 2 || a.Shape[1] != to.Shape[1] ||
 			a.Shape[0] > to.Shape[0] || a.Stride != 0 {
 			return fmt.Errorf("%s is %v of %v, want at most %v of %v", graph.Describe(n), a.Shape,
 				a.Type, to.Shape, to.Type)
 		}
+
 		if err := ctx.CopyOnDevice(to.Ptr(), a.Ptr(), a.Extent(), m.runner.Stream); err != nil {
 			return err
 		}
@@ -167,12 +174,12 @@ func retained(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 // inputIn returns the input that uses an array, or nil if the array belongs to no input, together with
 // the input's machine. For a parameter shared by WithParamsOf, this is the other machine.
 func inputIn(m *Machine, a *program.Array) (*program.Input, *Machine, error) {
-	lies := func(in *program.Input) bool { return in.Array == a }
+	usesArray := func(in *program.Input) bool { return in.Array == a }
 	p := m.runner.Program
-	if i := slices.IndexFunc(p.Inputs, lies); i >= 0 {
+	if i := slices.IndexFunc(p.Inputs, usesArray); i >= 0 {
 		return p.Inputs[i], m, nil
 	}
-	if i := slices.IndexFunc(p.Borrowed, lies); i >= 0 {
+	if i := slices.IndexFunc(p.Borrowed, usesArray); i >= 0 {
 		owner, err := ownerOf(m)
 		return p.Borrowed[i], owner, err
 	}
@@ -213,8 +220,8 @@ func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 		inputs = append(inputs, i)
 	}
 
-	hosts := func(*program.Input) *run.KeptParam { return nil }
-	return m.runner.Inputs.SendSome(inputs, hosts)
+	fromHost := func(*program.Input) *run.KeptParam { return nil } // no input has its value on the device
+	return m.runner.Inputs.SendSome(inputs, fromHost)
 }
 
 // inputOf returns the graph's input for a parameter.
@@ -244,16 +251,16 @@ func (m *Machine) Download(some ...*gorgonia.Node) (err error) {
 		return
 	}
 
-	all := some
-	if len(some) == 0 { // except unused and shared parameters
-		all = slices.DeleteFunc(slices.Clone(m.config.Params), func(p *gorgonia.Node) bool {
+	params := some
+	if len(some) == 0 { // all but unused and shared parameters
+		params = slices.DeleteFunc(slices.Clone(m.config.Params), func(p *gorgonia.Node) bool {
 			return m.runner.Inputs.Find(p) == nil
 		})
 	}
 
 	var inputs []*program.Input
-	var memory [][]float32
-	for _, p := range all {
+	var memory [][]float32 // where the values of inputs go
+	for _, p := range params {
 		i, err := inputOf(m, p)
 		if err != nil {
 			return err
@@ -281,47 +288,49 @@ func (m *Machine) Download(some ...*gorgonia.Node) (err error) {
 		}
 	}
 
-	x := m.optimizer
-	if len(some) > 0 || x == nil || x.Shared() {
+	// Several ranks call Rank.GatherState instead.
+	if len(some) > 0 || m.optimizer == nil || m.optimizer.Shared() {
 		return nil
 	}
 
-	return setOptimizerState(x, x.Own)
+	return setOptimizerState(m.optimizer, m.optimizer.Own)
 }
 
 // download copies one parameter to the host. For a parameter divided among ranks, it gathers the parts of
 // all ranks if all is true, which requires every rank to call it. Otherwise it copies the parameter in
 // the type that runs compute with.
 func download(m *Machine, i *program.Input, to []float32, all bool) error {
-	x := m.optimizer
+	optimizer := m.optimizer
 	switch {
 	case i.Part == nil:
 		return m.runner.FetchFloats(i.Array, to)
 	case !all:
 		return m.runner.FetchFloats(i.Copies[0].Array, to)
-	case x == nil:
+	case optimizer == nil:
 		return errNoOptimizer
 	}
 
-	whole, err := x.Gathered(slices.IndexFunc(x.Params,
-		func(p *update.Param) bool { return p.Input == i }), i.Part.Ptr())
+	number := slices.IndexFunc(optimizer.Params, func(p *update.Param) bool { return p.Input == i })
+	whole, err := optimizer.Gathered(number, i.Part.Ptr())
 	copy(to, whole)
 	return err
 }
 
 // setOptimizerState sets the optimizer's state to the moments that fetch returns, if the device has newer
 // ones.
-func setOptimizerState(x *update.Optimizer, fetch func(param, moment int) (any, error)) error {
-	if !x.Newer() {
+func setOptimizerState(optimizer *update.Optimizer, fetch func(param, moment int) (any, error)) error {
+	if !optimizer.Newer() {
 		return nil
 	}
 
 	var state []optim.Tensor
-	for n, p := range x.Params {
-		name, step := p.Input.Node.Name(), p.Step+int64(x.Steps)
+	for n, p := range optimizer.Params {
+		// p.Step counts the updates of the parameter before those on this device.
+		name, step := p.Input.Node.Name(), p.Step+int64(optimizer.Steps)
 		if step == 0 {
 			continue // no state yet
 		}
+
 		state = append(state, optim.Tensor{Name: name + ".step", Shape: []int{1},
 			Data: []int64{step}})
 		for i, m := range p.Rule.Kernel.Moments {
@@ -336,7 +345,7 @@ func setOptimizerState(x *update.Optimizer, fetch func(param, moment int) (any, 
 
 	slices.SortFunc(state, func(a, b optim.Tensor) int { return cmp.Compare(a.Name, b.Name) })
 	// Names and shapes are right, so SetState can only refuse numbers that are not finite.
-	if err := x.SetState(state); err != nil {
+	if err := optimizer.SetState(state); err != nil {
 		return fmt.Errorf("%w: %w", ErrNonFinite, err)
 	}
 
@@ -353,15 +362,15 @@ type Kept struct{ memory *run.Kept }
 // any other error all memory has been freed.
 func (m *Machine) CloseKept() (_ *Kept, err error) {
 	defer annotate("Machine.CloseKept", &err)
-	x, err := optimizerOf(m)
+	optimizer, err := optimizerOf(m)
 	switch {
 	case err != nil:
 		return nil, err
-	case x.Shared():
+	case optimizer.Shared():
 		return nil, errors.New("the parameters are divided among ranks")
 	}
 
-	for _, p := range x.Params {
+	for _, p := range optimizer.Params {
 		switch in := p.Input; {
 		case !m.runner.Memory.Owns(in.Array.Base):
 			return nil, fmt.Errorf("%s is bound to memory of the program", graph.Describe(in.Node))
@@ -376,7 +385,7 @@ func (m *Machine) CloseKept() (_ *Kept, err error) {
 	}
 
 	k := run.NewKept(m.device.ctx)
-	x.HandOver(k, m.runner.Memory)
+	optimizer.HandOver(k, m.runner.Memory)
 	if err := m.Close(); err != nil {
 		return nil, run.Joined(err, k.Close())
 	}
@@ -464,7 +473,7 @@ func (m *Machine) Address(n *gorgonia.Node) (ptr uintptr, bytes int, err error) 
 	return uintptr(a.Ptr()), a.Extent(), nil
 }
 
-// whole returns the memory of a node that keeps its value after a run and is not divided among ranks.
+// undivided returns the memory of a node that keeps its value after a run and is not divided among ranks.
 func undivided(m *Machine, n *gorgonia.Node) (*program.Array, error) {
 	a, err := retained(m, n)
 	if err != nil {
