@@ -37,8 +37,8 @@ func Join(ctx context.Context, w *comm.World) (*Team, error) {
 	return newTeam(w, g, host), nil
 }
 
-// On returns a team for ranks that exchange gradients in the memory of their GPUs. It is used by
-// package llm/gpu. The team takes ownership of the world and the group.
+// On returns a team that uses an existing group, for ranks that exchange gradients in the memory of their
+// GPUs. Package llm/gpu uses it. The team takes ownership of the world and the group.
 func On(w *comm.World, g comm.Group) *Team { return newTeam(w, g, nil) }
 
 // errZero reports the use of a zero Team.
@@ -56,7 +56,7 @@ func newTeam(w *comm.World, g comm.Group, host *loopback.Host) *Team {
 // wait calls f, which waits for other ranks.
 func (t *Team) wait(f func() error) error { return t.world.Wait(f) }
 
-// sync waits for the work of the stream.
+// sync waits for the work that has been enqueued on the host's stream, such as an AllGather.
 func (t *Team) sync() error { return t.wait(func() error { return t.host.Sync(0) }) }
 
 // Rank returns the rank of this process, from 0.
@@ -100,19 +100,21 @@ func (t *Team) Agree(err error) error {
 		return errors.Join(err, errZero)
 	}
 
-	text := ""
+	// An empty message means no error. The mark precedes every error, because its text may be empty.
+	const mark = "!"
+	message := ""
 	if err != nil {
-		text = "!" + err.Error()
+		message = mark + err.Error()
 	}
 
-	all, failed := t.exchange([]byte(text))
+	all, failed := t.exchange([]byte(message))
 	if err != nil || failed != nil {
 		return errors.Join(err, failed)
 	}
 
-	for r, text := range all {
-		if len(text) > 0 {
-			return fmt.Errorf("rank %d: %s", r, text[1:])
+	for r, message := range all {
+		if len(message) > 0 {
+			return fmt.Errorf("rank %d: %s", r, message[len(mark):])
 		}
 	}
 
@@ -193,9 +195,13 @@ func (t *Team) exchange(value []byte) ([][]byte, error) {
 // the value. Nearly all values of a step fit, so a second message is rarely needed.
 const frameBytes = 1 << 10
 
-// frames implements exchange with collectives of the group.
+// frames implements exchange with collectives of the group, which require that all ranks send the same number
+// of bytes. If some value does not fit in its frame, a second AllGather sends the remaining bytes, padded to
+// the length of the longest.
 func (t *Team) frames(value []byte) ([][]byte, error) {
-	const head = 8
+	const head = 8                 // bytes of the length
+	const room = frameBytes - head // for the first bytes of the value
+
 	frame := make([]byte, frameBytes)
 	binary.LittleEndian.PutUint64(frame, uint64(len(value)))
 	copy(frame[head:], value)
@@ -210,7 +216,7 @@ func (t *Team) frames(value []byte) ([][]byte, error) {
 		longest = max(longest, sizes[r])
 	}
 
-	const room = frameBytes - head
+	// If all values fit in the frames, rest is empty and allGather sends nothing.
 	rest := make([]byte, max(0, longest-room))
 	copy(rest, value[min(len(value), room):])
 	more, err := t.allGather(rest)
