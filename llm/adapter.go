@@ -173,8 +173,8 @@ func (c Config) headParam() string {
 	return embedName
 }
 
-// adapterSpecs returns the parameters of the adapters. b is initialized to 0, so that an adapter
-// changes nothing at first, and a with the deviation of PyTorch's linear layers.
+// adapterSpecs returns the parameters of the adapters. At the start, b is 0, so that an adapter changes
+// nothing, and a is random, with the standard deviation that PyTorch uses for linear layers.
 func (c Config) adapterSpecs() (all []ParamSpec) {
 	if c.Adapter.IsZero() {
 		return nil
@@ -182,15 +182,17 @@ func (c Config) adapterSpecs() (all []ParamSpec) {
 
 	shapes := c.layerShapes()
 	for _, target := range c.Adapter.Targets {
-		s, rank := shapes[target], c.Adapter.RankOf(target)
-		if s == nil {
-			continue // which Check reports
+		weight, rank := shapes[target], c.Adapter.RankOf(target)
+		if weight == nil {
+			continue // Check reports the unknown target
 		}
+
+		out, in := weight[0], weight[1]
 		all = append(all,
-			ParamSpec{target + block.EndingA, []int{rank, s[1]}, 0, 1 / math.Sqrt(3*float64(s[1])), nil},
-			ParamSpec{target + block.EndingB, []int{s[0], rank}, 0, 0, nil})
+			ParamSpec{Name: target + block.EndingA, Shape: []int{rank, in}, Deviation: 1 / math.Sqrt(3*float64(in))},
+			ParamSpec{Name: target + block.EndingB, Shape: []int{out, rank}})
 		if c.Adapter.Magnitude {
-			all = append(all, ParamSpec{target + block.EndingMagnitude, []int{s[0]}, 1, 0, nil})
+			all = append(all, ParamSpec{Name: target + block.EndingMagnitude, Shape: []int{out}, Start: 1})
 		}
 	}
 

@@ -9,8 +9,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// The engine and the configuration are read with the model locked, because a Resume on another goroutine
-// may replace them.
+// Callbacks and the exported methods of the trainer that they call run without the model's lock. The methods
+// in this file give them access to the trainer: they lock the model to read the engine and the
+// configuration, because a Resume on another goroutine may replace both.
 
 // currentEngine returns the engine in use.
 func (t *Trainer) currentEngine() Engine {
@@ -80,15 +81,15 @@ func (t *Trainer) evaluates(e Event) bool {
 	return slices.ContainsFunc(t.evaluations, func(every int) bool { return due(e, every) })
 }
 
-// meet makes all ranks agree to proceed with an operation that requires all of them. If a callback of
-// one rank has failed instead, all ranks return its error.
+// meet waits until all ranks are about to start an operation that needs all of them. If a callback has failed
+// on one rank instead, meet returns the error of that callback on all ranks.
 func (t *Trainer) meet() error { return t.agreeNow(nil) }
 
 // decoder returns a decoder that locks the model during each call. If the model or the engine has changed
 // since the last call, as after a Resume on another goroutine, the decoder starts again with the new one.
 func (t *Trainer) decoder() (logitsFunc, error) {
 	var next logitsFunc
-	var changes uint64
+	var changes uint64 // the model's count of changes when next was created
 	refresh := func() (err error) {
 		if now := changesOf(t.Model); next == nil || now != changes {
 			next, err = t.driver.engine.Decoder()
@@ -143,8 +144,8 @@ func (s *seedEvents) take() []state.Event {
 	return list
 }
 
-// tellEpoch emits EpochEnd if the last step completed an epoch of the lattices, or if the seeds were
-// steered after it.
+// tellEpoch emits EpochEnd with the seed events since the previous one, if the last step completed an epoch
+// of the lattices or if somebody has steered the seeds since the events of the step before.
 func (t *Trainer) tellEpoch() error {
 	steered := t.steering.told
 	t.steering.told = false
@@ -154,7 +155,7 @@ func (t *Trainer) tellEpoch() error {
 	return t.tellSeeds(t.happened.take())
 }
 
-// tellRest emits EpochEnd if there are seed events since the last epoch.
+// tellRest emits EpochEnd at the end of a run if there have been seed events since the previous EpochEnd.
 func (t *Trainer) tellRest() error {
 	happened := t.happened.take()
 	if len(happened) == 0 {
@@ -163,6 +164,7 @@ func (t *Trainer) tellRest() error {
 	return t.tellSeeds(happened)
 }
 
+// tellSeeds emits EpochEnd with the given seed events and a report on each lattice, if there are any lattices.
 func (t *Trainer) tellSeeds(happened []state.Event) error {
 	if t.Model.Kasmina.Layers() == 0 {
 		return nil

@@ -71,7 +71,7 @@ var (
 type cpuEngine struct {
 	Inference
 	optimizer optim.Optimizer
-	limit     float64
+	limit     float64 // of the gradient norms; infinite if gradients are not clipped
 	train     Runner
 	machine   *cpuops.Machine // the machine of train
 	grads     []gorgonia.ValueGrad
@@ -105,7 +105,7 @@ func newCPUEngine(m *Model, g *Graph, o optim.Optimizer, limit float64,
 
 	t.clippers = clipGroups(t.grads)
 	if !g.Updates() {
-		return t, nil
+		return t, nil // nothing learns, so the optimizer needs no state
 	}
 
 	if err := o.Declare(t.grads); err != nil {
@@ -115,7 +115,8 @@ func newCPUEngine(m *Model, g *Graph, o optim.Optimizer, limit float64,
 	return t, nil
 }
 
-// clipGroups divides parameters into the model's own and the seeds'. It returns no empty group.
+// clipGroups returns a clipper for the model's own parameters followed by one for the parameters of seeds. It
+// leaves out empty groups.
 func clipGroups(all []gorgonia.ValueGrad) (groups []*autodiff.Clipper) {
 	for _, seeds := range []bool{false, true} {
 		var group []gorgonia.ValueGrad
@@ -184,6 +185,7 @@ func (t *cpuEngine) Update() (float64, error) {
 		t.updates, t.took = t.updates+1, t.took+time.Since(from)
 	}(time.Now())
 
+	// Return the norm of the first group, which is the model's own parameters unless only seeds learn.
 	norm := 0.0
 	for i, c := range t.clippers {
 		n, err := c.Clip(t.limit)
@@ -203,8 +205,8 @@ func (t *cpuEngine) Update() (float64, error) {
 		return norm, err
 	}
 
-	if _, ok := t.optimizer.(optim.Rules); ok { // such optimizers have checked the parameters
-		return norm, nil
+	if _, ok := t.optimizer.(optim.Rules); ok {
+		return norm, nil // Step has checked the parameters, as optim.Rules requires
 	}
 
 	if _, _, found := t.FirstNonFinite(); found {
@@ -294,9 +296,9 @@ func (c TrainConfig) Graph(m *Model) (*Graph, error) {
 	if len(c.Tuned) > 0 {
 		opts = append(opts, WithTuned(c.Tuned...))
 	}
-
 	if c.listen != nil {
 		opts = append(opts, withGradients(c.listen...))
 	}
+
 	return m.Graph(ForTraining, c.Batch, opts...)
 }

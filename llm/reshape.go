@@ -34,14 +34,14 @@ func (g *growth) reshapeDepth() error {
 	}
 
 	for _, s := range m.Kasmina.Lattice(layer).Report().Seeds {
-		in := slices.ContainsFunc(m.Config.Grown, func(g Grown) bool {
+		hasBlocks := slices.ContainsFunc(m.Config.Grown, func(g Grown) bool {
 			return g.Seed == s.Seed && !g.Stream
 		})
 		var err error
-		switch wanted := s.Stage.Blends(); {
-		case wanted && !in:
+		switch needsBlocks := s.Stage.Blends(); {
+		case needsBlocks && !hasBlocks:
 			err = g.graft(s)
-		case !wanted && in && s.Stage.Ended():
+		case !needsBlocks && hasBlocks && s.Stage.Ended():
 			err = g.takeBack(s)
 		case s.Stage == state.Fossilized:
 			g.commitGrowth(state.Address{Layer: layer, Seed: s.Seed})
@@ -61,11 +61,13 @@ func (g *growth) commitGrowth(at state.Address) {
 	if g.snapshots.find(at) < 0 {
 		return
 	}
-	grown := g.t.Model.Config.Grown
 	g.snapshots = g.snapshots.without(at)
+
+	grown := g.t.Model.Config.Grown
 	for i := range g.snapshots {
-		if b := &g.snapshots[i]; len(b.Config.Grown) < len(grown) {
-			b.modelState = b.Grow(grown[len(grown)-1]).Clone()
+		snapshot := &g.snapshots[i]
+		if len(snapshot.Config.Grown) < len(grown) { // it lacks the growth
+			snapshot.modelState = snapshot.Grow(grown[len(grown)-1]).Clone()
 		}
 	}
 }
@@ -73,7 +75,7 @@ func (g *growth) commitGrowth(at state.Address) {
 // graft adds the blocks of a seed's blueprint to the model. If that is impossible, for example because of
 // too little memory, the model does not change, the seed is rolled back, and the run continues.
 func (g *growth) graft(s state.SeedReport) error {
-	began, m := time.Now(), g.t.Model
+	start, m := time.Now(), g.t.Model
 	blocks := m.Config.Layers
 	order, err := blueprints.Order(s.Kind, blocks, s.Size)
 	if err == nil {
@@ -84,25 +86,27 @@ func (g *growth) graft(s state.SeedReport) error {
 
 	what := fmt.Sprintf("%v of size %d, %d blocks to %d", s.Kind, s.Size, blocks, len(order))
 	if err == nil {
-		g.tellReshaped(what, time.Since(began), nil)
+		g.tellReshaped(what, time.Since(start), nil)
 		return nil
 	}
 
 	if g.t.condition.err() != nil {
-		return err
+		return err // the failed change has left the trainer unusable
 	}
 
-	// A seed fossilized before the model could grow cannot be rolled back, so the run stops.
-	l := m.Kasmina.Lattice(m.LayerAt(blueprints.Depth))
-	if stuck := l.Transition(s.Seed, state.RolledBack); stuck != nil {
+	// A seed that was fossilized before the model could grow cannot be rolled back, so the run ends.
+	lattice := m.Kasmina.Lattice(m.LayerAt(blueprints.Depth))
+	if stuck := lattice.Transition(s.Seed, state.RolledBack); stuck != nil {
 		return errors.Join(err, stuck)
 	}
 
-	g.tellReshaped(what, time.Since(began), err)
+	g.tellReshaped(what, time.Since(start), err)
 	return nil
 }
 
-// growBlocks is like graft, but without consequences for the seed.
+// growBlocks adds the blocks that grown describes to the model, after taking a snapshot to roll back to. It
+// does not change the seed. If it returns an error before the model changes, the snapshots do not change
+// either.
 func (g *growth) growBlocks(grown Grown) error {
 	next := g.t.Model.layout().Grow(grown)
 	if err := g.canReshape(next); err != nil {
@@ -121,8 +125,8 @@ func (g *growth) growBlocks(grown Grown) error {
 		return err
 	}
 
-	// The twin has different blocks. If blueprints are on trial, the twin starts again from the grown
-	// model.
+	// The next growthState has no twin, because the present twin lacks the new blocks. If blueprints are on
+	// trial, a new twin starts from the grown model.
 	g.growthState = after
 	if g.options != nil && g.options.FreshMoments {
 		if err := g.forgetCopies(grown.Order); err != nil {
@@ -134,11 +138,12 @@ func (g *growth) growBlocks(grown Grown) error {
 	return nil
 }
 
-// forgetCopies clears the optimizer's moments of second and further copies of a block in a new order.
+// forgetCopies clears the optimizer's moments of blocks that are further copies of an earlier block. order[i]
+// is the former number of block i, or blueprints.NewBlock.
 func (g *growth) forgetCopies(order []int) error {
 	for i, from := range order {
 		if from == blueprints.NewBlock || slices.Index(order, from) == i {
-			continue
+			continue // not a copy, or the first one
 		}
 
 		for _, p := range g.t.Model.Params {
@@ -157,7 +162,7 @@ func (g *growth) forgetCopies(order []int) error {
 // takeBack restores the model from before a depth seed's blueprint was grafted. The loader and the
 // step count continue from their current positions.
 func (g *growth) takeBack(s state.SeedReport) error {
-	began, m := time.Now(), g.t.Model
+	start, m := time.Now(), g.t.Model
 	at := state.Address{Layer: m.LayerAt(blueprints.Depth), Seed: s.Seed}
 	i := g.snapshots.find(at)
 	if i < 0 {
@@ -166,26 +171,28 @@ func (g *growth) takeBack(s state.SeedReport) error {
 			s.Stage)
 	}
 
-	b := g.snapshots[i]
-	c := b.layout
-	c.Planted = m.Planted
-	if err := g.canReshape(c); err != nil {
+	// The blueprints that are planted now stay planted.
+	snapshot := g.snapshots[i]
+	restored := snapshot.layout
+	restored.Planted = m.Planted
+	if err := g.canReshape(restored); err != nil {
 		return err
 	}
 
 	what := fmt.Sprintf("%v of size %d taken back, %d blocks to %d", s.Kind,
-		s.Size, m.Config.Layers, c.Layers)
+		s.Size, m.Config.Layers, restored.Layers)
 	now, err := g.t.driver.part()
 	if err != nil && !errors.Is(err, ErrDiverged) {
+		return err // a model that has diverged can still be taken back
+	}
+
+	if err := g.t.driver.change(now, now.Back(snapshot.modelState, restored), snapshot.scale); err != nil {
 		return err
 	}
 
-	if err := g.t.driver.change(now, now.Back(b.modelState, c), b.scale); err != nil {
-		return err
-	}
-
+	// As in growBlocks, the twin is given up.
 	g.growthState = growthState{snapshots: g.snapshots.rolledBackTo(i).without(at)}
-	g.tellReshaped(what, time.Since(began), nil)
+	g.tellReshaped(what, time.Since(start), nil)
 	return nil
 }
 
@@ -201,7 +208,8 @@ func (g *growth) withdraw(cause error) error {
 		return cause
 	}
 
-	if err := g.rollBack(g.snapshots[len(g.snapshots)-1].seeds); err != nil {
+	latest := g.snapshots[len(g.snapshots)-1]
+	if err := g.rollBack(latest.seeds); err != nil {
 		return errors.Join(cause, err)
 	}
 
@@ -209,6 +217,7 @@ func (g *growth) withdraw(cause error) error {
 		return errors.Join(cause, err)
 	}
 
+	// The event of the last change reports why grafts were taken back.
 	g.reshaped[len(g.reshaped)-1].Err = cause
 	return nil
 }
@@ -234,13 +243,14 @@ func (g *growth) canReshape(next layout) error {
 		return err
 	}
 
-	bytes := uint64(0)
+	paramBytes := uint64(0)
 	for p := range next.Specs() {
-		bytes += uint64(tensor.Shape(p.Shape).TotalSize()) * uint64(g.t.Model.Dtype().Size())
+		paramBytes += uint64(tensor.Shape(p.Shape).TotalSize()) * uint64(g.t.Model.Dtype().Size())
 	}
 
-	// parameters, gradients and two moments, in addition to the current model
-	return g.t.team.agree(memory.Check("the larger model takes", 4*bytes))
+	// The new model needs parameters, gradients and two moments, in addition to the current model.
+	const copies = 4
+	return g.t.team.agree(memory.Check("the larger model takes", copies*paramBytes))
 }
 
 // tellReshaped queues a Reshaped event for the end of the step.
