@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/texttest"
@@ -299,4 +300,26 @@ func TestStopInLastStep(t *testing.T) {
 		return nil
 	})
 	require.NoError(t, tr.Run(t.Context()))
+}
+
+// TestMergeAtEndBeforeThresholds checks that a run does not fail at its end because a blueprint has only
+// just entered FineTuning.
+func TestMergeAtEndBeforeThresholds(t *testing.T) {
+	c := tiny()
+	c.Depth = 1
+	m, err := NewModel(c, tensor.Float32, 1)
+	require.NoError(t, err)
+	depth := m.LayerAt(blueprints.Depth)
+	require.NoError(t, m.Germinate(depth, 0, state.GerminationRequest{Kind: blueprints.Stack, Size: 1}))
+	for _, to := range []state.Stage{state.Training, state.Grafting, state.Stabilization, state.Evaluating} {
+		require.NoError(t, m.Kasmina.Do(state.Command{Action: state.Move, Layer: depth, To: to}), to)
+	}
+	better := make([]state.Metrics, m.Kasmina.Layers())
+	better[depth].Seeds = []state.SeedMetrics{{Performance: -1, Compared: true, Without: -2, Stability: 1}}
+	_, err = m.Kasmina.StepEpoch(better)
+	require.NoError(t, err)
+	require.NoError(t, m.Kasmina.Do(state.Command{Action: state.Move, Layer: depth, To: state.FineTuning}))
+
+	require.NoError(t, MergeAtEnd(&Trainer{Model: m})(Event{Kind: StepEnd, Last: true}))
+	require.Equal(t, state.FineTuning, m.Kasmina.Report()[depth].Seeds[0].Stage)
 }

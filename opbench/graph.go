@@ -62,7 +62,7 @@ func (b *bench) build(stock, training bool) (g *graph, err error) {
 // values until a run ends.
 func (b *bench) stock(in gorgonia.Nodes) (*gorgonia.Node, error) {
 	if b.op.Bench.Stock == nil {
-		return nil, errors.New("Gorgonia has no ops for it")
+		return nil, errors.New("no ops of Gorgonia for it")
 	}
 	if room := b.op.Bench.Room; room != nil {
 		if err := fits(room(b.shape)); err != nil {

@@ -27,7 +27,7 @@ func TestTime(t *testing.T) {
 			require.Equal(t, "cpu", figures[0].Peer, at)
 			require.Equal(t, "gorgonia", last.Peer, at)
 			if o.Bench.Stock == nil {
-				require.ErrorContains(t, last.Err, "Gorgonia has no ops for it", at)
+				require.ErrorContains(t, last.Err, "no ops of Gorgonia for it", at)
 				figures = figures[:len(figures)-1]
 			}
 			for _, f := range figures {

@@ -57,7 +57,7 @@ func onGPU(b *bench) (string, error) {
 
 func onTape(b *bench) (string, error) {
 	if b.dtype != Float32 && b.dtype != Float64 {
-		return tapePeer, fmt.Errorf("Gorgonia's ops do not support %s", b.dtype)
+		return tapePeer, fmt.Errorf("no ops of Gorgonia for %s", b.dtype)
 	}
 	return tapePeer, nil
 }

@@ -158,7 +158,7 @@ func stockAttention(in gorgonia.Nodes, shape []int) (*gorgonia.Node, error) {
 	batch, seq, heads, d := shape[0], shape[1], shape[2], shape[4]
 	if shape[3] != heads {
 		return nil, errors.New(
-			"Gorgonia has no ops for heads that share keys and values")
+			"no ops of Gorgonia for heads that share keys and values")
 	}
 
 	hidden := make([]float64, batch*heads*seq*seq)
