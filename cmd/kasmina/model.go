@@ -79,7 +79,7 @@ func (o *common) openFor(w *comm.World, stderr io.Writer) (*cudaops.Device, cuda
 	switch precision {
 	case cudaops.Float32, cudaops.BFloat16:
 		if err := cpuops.UseBFloat16(precision == cudaops.BFloat16); err != nil {
-			return nil, 0, fmt.Errorf("--precision bf16: %w", err)
+			return nil, 0, fmt.Errorf("--precision bf16: %w; leave the option out to use f32", err)
 		}
 		return nil, precision, nil
 	}

@@ -64,8 +64,8 @@ func (f *Folder) open() error {
 			"--model %s --out NEW", f.Dir)
 	}
 	if errors.Is(err, fs.ErrNotExist) {
-		return errors.New("it has no config.json: name the folder that a model was downloaded " +
-			"to, or that SavePretrained wrote")
+		return errors.New("it has no config.json: name the folder of a downloaded model, or the result of a " +
+			"finished run")
 	} else if err != nil {
 		return err
 	}
