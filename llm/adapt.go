@@ -17,8 +17,8 @@ import (
 )
 
 // Adapt returns a model with low-rank adapters that initially computes the same function as m. Both
-// models share the memory of m's parameters, so several sets of adapters can be attached to one model
-// at once. Only use Adapt to train models whose own parameters are frozen.
+// models share the memory of m's parameters, so several sets of adapters can be attached to one model at
+// once. A model to be trained must freeze the shared parameters.
 //
 // The initial values of a depend only on the seed and the names of the targets.
 func Adapt(m *Model, a LoRA, seed uint64) (*Model, error) {
@@ -31,7 +31,7 @@ func Adapt(m *Model, a LoRA, seed uint64) (*Model, error) {
 	})
 }
 
-// adapt returns a model with adapters whose matrices a are initialized by start.
+// adapt returns a model with adapters. The function start returns the initial values of their matrices a.
 func adapt(m *Model, a LoRA, start func(ParamSpec) func() float64) (*Model, error) {
 	done, err := m.Current()
 	if err != nil {
@@ -71,7 +71,7 @@ func adapt(m *Model, a LoRA, start func(ParamSpec) func() float64) (*Model, erro
 		return nil, err
 	}
 
-	// Since b is 0, the norms equal those of the weights.
+	// Since b is 0, the norms are the norms of the weights.
 	if a.Magnitude {
 		for _, target := range a.Targets {
 			next.rowNorms(target, next.Param(target+block.EndingMagnitude))
@@ -103,8 +103,8 @@ func rowNorms[T float32 | float64](norms, w, a, b []T, scale float64) {
 	layer.RowNorms(norms, w, b, p, q, r, scale)
 }
 
-// merged returns the model with its adapters merged into the weights, which are copied first. It must
-// be called with the model locked.
+// merged copies the weights, merges the adapters into the copies, and returns the result as a model. The
+// model must be locked.
 func (m *Model) merged() (*Model, error) {
 	c := m.Config
 	c.Adapter = LoRA{}

@@ -213,8 +213,8 @@ func TestAdaptersResume(t *testing.T) {
 	}
 }
 
-// TestTuned checks that only the named parameters learn, and that blocks in front of them have no
-// gradients.
+// TestTuned checks that only the named parameters learn. Parameters in earlier blocks have no gradients
+// at all.
 func TestTuned(t *testing.T) {
 	c := maskedConfig()
 	c.Untied = true
@@ -231,13 +231,14 @@ func TestTuned(t *testing.T) {
 		require.NotEqual(t, learns, slices.Equal(before[i], p.Value.Float32s()), p.Name)
 	}
 
-	// The steps equal those of a model in which all parameters learn, except for the frozen ones.
+	// The first loss equals the loss of a model with all parameters learning, and so do the later steps
+	// apart from the frozen parameters.
 	all, err := NewModel(c, tensor.Float32, 7)
 	require.NoError(t, err)
 	require.Equal(t, losses[0], lossesOf(t, newTuningTrainer(t, all, false))[0])
 }
 
-// TestFrozenLinear checks that the gradients of parameters that learn do not depend on what is frozen.
+// TestFrozenLinear checks that freezing some parameters does not change the gradients of the rest.
 func TestFrozenLinear(t *testing.T) {
 	c := maskedConfig()
 	gradients := func(tuned ...string) map[string]any {

@@ -77,8 +77,7 @@ func (s snapshots) with(m modelState, scale *LossScale, seeds ...state.Address) 
 	return append(slices.Clone(s), snapshot{branch{m.Clone(), scale}, seeds})
 }
 
-// models returns the other models to which decided growth is applied, which are those of the
-// snapshots and the twin.
+// models returns the models of the snapshots and the twin. Decided growth is applied to them as well.
 func (g growthState) models() (all []modelState) {
 	for _, b := range g.snapshots {
 		all = append(all, b.modelState)

@@ -13,7 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// Names of peers, which are the compared implementations.
+// Names of the peers, the implementations to compare.
 const cpuPeer, gpuPeer, tapePeer = "cpu", "cuda", "gorgonia"
 
 // peer returns the name of an implementation, or "" if it does not participate, and an error if it

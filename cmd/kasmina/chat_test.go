@@ -61,7 +61,7 @@ func newTalk(t *testing.T, n int) (*talk, *parrot, *bytes.Buffer) {
 	return &talk{model: m, n: 50, out: &out, err: t.Output()}, p, &out
 }
 
-// TestChat checks what the model sees of a conversation, and what the user sees of the answers.
+// TestChat checks the prompts that the model receives and the answers that the user sees.
 func TestChat(t *testing.T) {
 	talk, p, out := newTalk(t, 1000)
 	talk.system = "Be kind."

@@ -34,14 +34,14 @@ const (
 	methodRSLoRA = "rslora"
 	methodDoRA   = "dora"
 	methodFull   = "full" // all weights
-	methodLast   = "last" // those of the last blocks
+	methodLast   = "last" // all weights of the last blocks
 )
 
 // fullRate is the default learning rate of tuning the weights themselves. Adapters learn best at about
 // ten times that, whatever their rank.
 const fullRate = 2e-5
 
-// warmupShare is the share of a run in which the learning rate rises.
+// warmupShare is the share of a run during which the learning rate rises.
 const warmupShare = 0.03
 
 type finetuneOptions struct {
@@ -248,7 +248,7 @@ type tuningData struct {
 
 // read reads and checks the data, and divides it into examples to learn and held-out ones.
 func (o *finetuneOptions) read(c *cobra.Command, f *hf.Folder) (*tuningData, error) {
-	// A template may write the date, so a run that continues needs that of its start.
+	// A template may write the date, so a resumed run must use the date of its start.
 	today := time.Now().Format(time.DateOnly)
 	if notes, err := llm.ReadNotes(o.in(checkpointName)); err == nil && notes[dateNote] != "" {
 		today = notes[dateNote]
@@ -372,7 +372,8 @@ func (o *finetuneOptions) divide(d *tuningData, r *chatdata.Report) (held map[in
 	return held, nil
 }
 
-// renderPrompts renders the prompts of samples: those of the options, or that of a held-out example.
+// renderPrompts renders the prompts of samples: the prompts given as options, or the prompt of a held-out
+// example.
 func (o *finetuneOptions) renderPrompts(d *tuningData, held map[int]bool) error {
 	for _, text := range o.prompts {
 		x := chatdata.Example{Format: chatdata.PromptCompletion, Prompt: chatdata.Content{Text: text}}
@@ -570,7 +571,7 @@ func (o *finetuneOptions) newTrainer(m *llm.Model, l llm.Loader, on machines) (*
 	return llm.NewTrainer(m, l, optimizer, o.train)
 }
 
-// warmupSteps returns the number of steps in which the learning rate rises.
+// warmupSteps returns the number of steps during which the learning rate rises.
 func (o *finetuneOptions) warmupSteps() int {
 	return min(o.train.Steps-1, int(math.Round(warmupShare*float64(o.train.Steps))))
 }
@@ -704,7 +705,7 @@ func (o *finetuneOptions) watchTuning(c *cobra.Command, t *llm.Trainer, on machi
 	return stop, nil
 }
 
-// answers is a vocabulary whose texts end at the first end-of-text token.
+// answers is a vocabulary for answers, which end at the first end-of-text token.
 type answers struct {
 	vocabulary
 	end []int

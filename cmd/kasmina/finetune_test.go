@@ -46,7 +46,8 @@ func lastLine(t *testing.T, out string) (result tuned) {
 	return result
 }
 
-// TestFinetune checks that every method learns, and that the result is what PEFT or transformers load.
+// TestFinetune checks that the model learns with every method, and that PEFT or transformers could load
+// the files.
 func TestFinetune(t *testing.T) {
 	data := writeTuning(t, 40)
 	for name, c := range map[string]struct {
@@ -123,8 +124,8 @@ func TestFinetune(t *testing.T) {
 	}
 }
 
-// TestFinetuneResumes checks that a run that is continued ends with the bytes of one that was not
-// interrupted.
+// TestFinetuneResumes checks that an interrupted and resumed run writes the same bytes as an
+// uninterrupted one.
 func TestFinetuneResumes(t *testing.T) {
 	data := writeTuning(t, 40)
 	more := []string{"--method", "dora", "--dropout", "0.1"}

@@ -1,12 +1,12 @@
-// Command finetune trains a small base model on text and then teaches it a task with low-rank adapters,
-// which are less than a tenth of its parameters: to say whether a Go identifier is exported.
+// Command finetune trains a small base model on text and then teaches it a task: to say whether a Go
+// identifier is exported. It tunes low-rank adapters with less than a tenth of the model's parameters.
 //
 //	go run ./examples/finetune                          # under two minutes on two cores
 //	go run ./examples/finetune -rank 4 -method dora
 //
-// It prints the loss and the share of right answers about identifiers that the model has not seen, before
-// and after tuning, and what tuning has changed on the text of the base model. The adapters are saved in
-// the format of PEFT. The last line is a JSON object.
+// Before and after tuning, it prints the loss and the share of right answers about unseen identifiers. It
+// also prints how tuning changed the loss on the base model's text. The adapters are saved in the format
+// of PEFT. The last line is a JSON object.
 //
 // "kasmina finetune" does the same for a published model and a file of chats.
 package main
@@ -162,7 +162,7 @@ func trainBase(ctx context.Context, o options, corpus *data.Corpus) (m *llm.Mode
 	return m, text, errors.Join(t.Run(ctx), t.Close())
 }
 
-// tune teaches the task to a model with adapters and measures what has changed.
+// tune teaches the task to a model with adapters and measures the effect.
 func tune(ctx context.Context, o options, base *llm.Model, text *data.Evaluation,
 	stdout io.Writer) (r result, err error) {
 	encoder := &chatdata.Encoder{Tokenizer: vocabulary{}, End: []int{endOfAnswer}, MaxTokens: config.Seq + 1}
@@ -276,7 +276,7 @@ func measure(ctx context.Context, t *llm.Trainer, answers, text *data.Evaluation
 	return loss, bitsPerByte, float64(right) / float64(len(questions)), nil
 }
 
-// save writes the adapters, replacing those of an earlier run.
+// save writes the adapters and replaces the adapters of an earlier run.
 func save(ctx context.Context, out string, m *llm.Model) error {
 	dir := filepath.Join(out, "adapter")
 	if err := os.RemoveAll(dir); err != nil {
@@ -285,7 +285,7 @@ func save(ctx context.Context, out string, m *llm.Model) error {
 	return hf.SaveAdapter(ctx, dir, "", m)
 }
 
-// A question asks whether an identifier is exported.
+// A question about an identifier, with the right answer: whether it is exported.
 type question struct{ text, answer string }
 
 // newQuestions returns questions in random order, each about another identifier.
@@ -318,7 +318,7 @@ const (
 	endText     = "<end>"
 )
 
-// vocabulary has a token for each byte and one that ends an answer.
+// vocabulary has a token for each byte and an end-of-answer token.
 type vocabulary struct{}
 
 func (vocabulary) Encode(text []byte) []int       { return tokenizer.Bytes{}.Encode(text) }

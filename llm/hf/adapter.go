@@ -27,7 +27,7 @@ const (
 	adapterConfigName  = "adapter_config.json"
 	adapterWeightsName = "adapter_model.safetensors"
 
-	// peftPrefix stands before the names of modules in the files of adapters.
+	// peftPrefix precedes the names of modules in adapter files.
 	peftPrefix = "base_model.model."
 )
 
@@ -50,8 +50,8 @@ type adapterConfig struct {
 	UseRSLoRA    bool               `json:"use_rslora"`
 }
 
-// understood are the fields that adapterConfig has, and those that say nothing about what an adapter
-// computes. Any other field must be null, false or empty.
+// understood lists the fields of adapterConfig, and fields without an effect on the adapter's output. Any
+// other field must be null, false or empty.
 var understood = []string{"base_model_name_or_path", "bias", "inference_mode",
 	"init_lora_weights", "lora_alpha", "alpha_pattern", "lora_dropout", "peft_type", "r", "rank_pattern",
 	"target_modules", "exclude_modules", "task_type", "use_dora", "use_rslora", "auto_mapping",
@@ -85,8 +85,7 @@ func modules(c llm.Config, like *Folder) (map[string]string, error) {
 // LoadAdapter reads adapters in the format of PEFT, LoRA, rsLoRA or DoRA, and returns the model with
 // them. It shares the memory of base's parameters, so that one model can have several adapters.
 //
-// like is the folder from which base was loaded. It may be nil if the names of parameters are those of
-// Llama.
+// The argument like is the folder of base. It may be nil if the parameters have the names used by Llama.
 func LoadAdapter(ctx context.Context, dir string, base *llm.Model, like *Folder) (*llm.Model, error) {
 	m, err := loadAdapter(ctx, dir, base, like)
 	if err != nil {
@@ -257,7 +256,7 @@ func (c adapterConfig) adapterIn(f *safetensors.File, config llm.Config, like *F
 	return a, tensors, nil
 }
 
-// patterns adds the rank and the alpha of a layer where they differ from those of the others.
+// patterns adds the rank and the alpha of a layer if they differ from the common ones.
 func (c adapterConfig) patterns(a *llm.LoRA, f *safetensors.File, layer, module string) error {
 	_, shape, err := f.Info(peftPrefix + module + ".lora_A.weight")
 	if err != nil {
@@ -321,7 +320,7 @@ func readAdapterTensor(ctx context.Context, f *safetensors.File, name string, to
 // adapter_model.safetensors with numbers of float32, and the files of the tokenizer with its chat
 // template. base names the model that the adapters belong to, for programs that load both.
 //
-// The options are those of SavePretrained, of which [Like], [WithTokenizer] and [WithFile] matter. The
+// Of the options of SavePretrained, only [Like], [WithTokenizer] and [WithFile] have an effect. The
 // folder must be new or empty, and it appears only once it is complete.
 func SaveAdapter(ctx context.Context, dir, base string, m *llm.Model, opts ...SaveOption) error {
 	if err := saveAdapter(ctx, dir, base, m, opts); err != nil {

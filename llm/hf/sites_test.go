@@ -19,7 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// tokens is a text in which all ids of a vocabulary occur.
+// tokens is a text that contains all ids of a vocabulary.
 type tokens struct{ vocab int }
 
 func (k tokens) Tokenizer() string   { return "ids" }
@@ -34,8 +34,8 @@ func (k tokens) ReadTokens(dst []int, offset int64) error {
 	return nil
 }
 
-// planted returns a model with blueprints planted by a run, whose parameters are random. Their seeds
-// are in stage Training.
+// planted returns a model of random parameters with blueprints in stage Training, as a run would plant
+// them.
 func planted(t *testing.T, c llm.Config, all ...llm.Planted) *llm.Model {
 	t.Helper()
 	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
