@@ -1053,9 +1053,9 @@ func TestFrozenErrors(t *testing.T) {
 	}
 }
 
-// TestDecoding compares the logits of machines with key-value caches against the CPU, for texts that grow
-// by one or by many tokens, and beyond the initial capacity of the caches. It also checks the errors of
-// Keep.
+// TestDecoding compares the logits of machines that have key-value caches with logits computed on the CPU.
+// The texts grow by one token or by many at a time, and past the initial capacity of the caches. The test
+// also checks the errors of Keep.
 func TestDecoding(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	for name, traits := range map[string]llm.Traits{

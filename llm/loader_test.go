@@ -100,7 +100,7 @@ func TestMaskedSteps(t *testing.T) {
 	// Without CountTargets, every batch is weighted equally, which gives a different loss.
 	plain := func(l Loader) Loader { return struct{ Loader }{l} }
 	if d := far(whole, lossesOf(t, newMaskedTrainer(t, 1, 4, plain))); d < 1e-3 {
-		t.Errorf("losses of batches with equal shares differ by %.2g alone: the test has too similar batches", d)
+		t.Errorf("equal shares of batches change the losses by only %.2g: the batches of the test are too similar", d)
 	}
 }
 

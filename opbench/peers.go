@@ -16,8 +16,8 @@ import (
 // Names of the peers, the implementations to compare.
 const cpuPeer, gpuPeer, tapePeer = "cpu", "cuda", "gorgonia"
 
-// peer returns the name of an implementation, or "" if it does not participate, and an error if it
-// does not support the bench's type.
+// peer returns the name of an implementation, or "" if the implementation does not take part in b. It
+// returns an error if the implementation does not support b's type.
 type peer func(b *bench) (name string, err error)
 
 func onCPU(b *bench) (string, error) {

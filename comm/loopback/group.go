@@ -2,10 +2,10 @@
 // one process. Tests use it to run any number of ranks without a GPU. Its connections are encrypted
 // and authenticated with the secret of the run, as in package comm.
 //
-// It behaves like a thousand times slower NCCL, in that work runs on streams, sends and receives wait
-// for their counterparts, sums depend on the number of ranks, and losing a rank makes work fail
-// later, which [Group.Err] reports. In one respect it is stricter: ranks that call different
-// collectives get an error naming them, where NCCL would hang or mix up data.
+// It behaves like NCCL, only a thousand times slower: work runs on streams, sends and receives wait
+// for their counterparts, sums depend on the number of ranks, and after the loss of a rank, later work
+// fails, as [Group.Err] reports. In one respect it is stricter. Ranks that call different collectives
+// get an error naming them, where NCCL would hang or mix up data.
 package loopback
 
 import (

@@ -47,7 +47,7 @@ func opChecks() []check {
 	return checks
 }
 
-// caseCheck returns a check of a case of an op, with different numbers in each run. For a large input, it
+// caseCheck returns a check for one case of an op, with different numbers in each run. For a large input, it
 // changes single elements at random positions, and all elements together.
 func caseCheck(name string, c opcase.Case) check {
 	return check{name, c.String(), func(r *rand.Rand) ([]autodiff.CheckReport, error) {

@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// TestUpdated checks the error that an engine returns for each error of its machine after an update, and
-// that it fetches parameters unless they are unchanged.
+// TestUpdated checks which error an engine returns for each error that its machine reports after an
+// update. It also checks that the engine fetches parameters only if they have changed.
 func TestUpdated(t *testing.T) {
 	errDevice := errors.New("the device is gone")
 	for name, c := range map[string]struct {

@@ -93,7 +93,7 @@ func (t *Team) Close(failure error) error {
 	return errors.Join(err, t.group.Close(), t.world.Close())
 }
 
-// Agree returns err if it is not nil, and otherwise the error of the first rank that passed one. All ranks
+// Agree returns err if it is not nil, and otherwise the error of the lowest rank that passed one. All ranks
 // must call it.
 func (t *Team) Agree(err error) error {
 	if t.world == nil {

@@ -187,8 +187,9 @@ func (p *params) penalties(m *Model, c *sampler.Config) {
 	c.Bias = p.bias(m)
 }
 
-// refuse fails for parameters that would change the answer but are not supported, unless they have a
-// value that changes nothing. neutral has these values as JSON, separated by spaces.
+// refuse records an error if the request sets an unsupported parameter to a value that would affect the
+// answer. The map neutral lists the values of each such parameter that have no effect, as JSON separated
+// by spaces.
 func (p *params) refuse(neutral map[string]string) {
 	for _, name := range slices.Sorted(maps.Keys(neutral)) {
 		if !p.has(name) {

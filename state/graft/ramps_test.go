@@ -27,8 +27,8 @@ func (g *grafted) step(s graft.Strategy) {
 	g.Alpha = max(g.Alpha, float64(float32(min(1, max(0, alpha)))))
 }
 
-// TestStrategyProperties checks for random measurements that α stays in [0, 1], never falls,
-// reaches the target, and pauses when it has to, for every strategy.
+// TestStrategyProperties checks, for every strategy and with random measurements, that α stays in
+// [0, 1], never decreases, reaches the target, and pauses when it must.
 func TestStrategyProperties(t *testing.T) {
 	seed := randtest.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 0))
