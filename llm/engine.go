@@ -226,8 +226,11 @@ func (t *cpuEngine) Gradient(param string) (any, error) {
 			continue
 		}
 		g, err := p.Grad()
-		if err != nil || g == nil {
-			return nil, fmt.Errorf("the gradient of %s: %v, %w", param, g, err)
+		if err != nil {
+			return nil, fmt.Errorf("the gradient of %s: %w", param, err)
+		}
+		if g == nil {
+			return nil, fmt.Errorf("the gradient of %s has not been computed", param)
 		}
 		return g.Data(), nil
 	}

@@ -130,7 +130,7 @@ func (o *common) eval(c *cobra.Command) error {
 	// JSON cannot represent a loss that is NaN or infinite.
 	line, err := json.Marshal(score{sum / float64(n), n, sum / math.Ln2 / float64(bytes)})
 	if err != nil {
-		return fmt.Errorf("the loss is %v: %w", sum, err)
+		return fmt.Errorf("the loss is %v: %w", sum/float64(n), err)
 	}
 
 	_, err = fmt.Fprintln(c.OutOrStdout(), string(line))

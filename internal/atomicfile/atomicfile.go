@@ -167,7 +167,7 @@ func Writable(path string) error {
 // checkPath rejects paths that Write would fail on only after the contents have been written.
 func checkPath(path string) error {
 	if path == "" {
-		return errors.New(`the path is "", want that of a file`)
+		return errors.New(`the path is "": name a file`)
 	}
 	if info, err := os.Stat(path); err == nil && info.IsDir() {
 		return fmt.Errorf("%s is a folder, want the path of a file", path)

@@ -17,7 +17,7 @@ import (
 // in case the file was replaced in between.
 func Open(path string) (*os.File, int64, error) {
 	if path == "" {
-		return nil, 0, errors.New(`the path is "", want that of a file`)
+		return nil, 0, errors.New(`the path is "": name a file`)
 	}
 
 	info, err := os.Stat(path)
@@ -51,7 +51,7 @@ func Open(path string) (*os.File, int64, error) {
 // pipe, which would wait for a reader, it returns an error that names the kind of file.
 func Append(path string) (*os.File, int64, error) {
 	if path == "" {
-		return nil, 0, errors.New(`the path is "", want that of a file`)
+		return nil, 0, errors.New(`the path is "": name a file`)
 	}
 
 	if info, err := os.Stat(path); err == nil {

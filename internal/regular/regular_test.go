@@ -30,7 +30,7 @@ func TestOpen(t *testing.T) {
 	}
 
 	_, _, err := Open("")
-	require.ErrorContains(t, err, `the path is "", want that of a file`)
+	require.ErrorContains(t, err, `the path is "": name a file`)
 	_, _, err = Open(path + "-absent")
 	require.ErrorIs(t, err, os.ErrNotExist)
 	_, _, err = Open(filepath.Dir(path))
@@ -77,5 +77,5 @@ func TestAppend(t *testing.T) {
 	_, _, err = Append(t.TempDir())
 	require.ErrorContains(t, err, "is a folder, want a regular file")
 	_, _, err = Append("")
-	require.ErrorContains(t, err, `the path is "", want that of a file`)
+	require.ErrorContains(t, err, `the path is "": name a file`)
 }

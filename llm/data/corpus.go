@@ -171,7 +171,7 @@ func OpenText(path string) (*Text, error) {
 // findFiles returns the files in lexical order, and the directory that their names are relative to.
 func findFiles(path string, extensions []string) (root string, files []document, err error) {
 	if path == "" { // EvalSymlinks returns the current directory for it.
-		return "", nil, errors.New(`the path is "", want that of a file or a folder with text`)
+		return "", nil, errors.New(`the path is "": name a file or a folder with text`)
 	}
 
 	root, err = filepath.EvalSymlinks(path)

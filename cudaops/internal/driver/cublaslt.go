@@ -1,7 +1,6 @@
 package driver
 
 import (
-	"errors"
 	"fmt"
 	"runtime"
 	"slices"
@@ -168,9 +167,13 @@ func (p *blasPlan) describe() error {
 		}
 	}
 
-	return errors.Join(p.layout(&p.layoutA, m.A, m.M, m.K, m.TransA),
-		p.layout(&p.layoutB, m.B, m.K, m.N, m.TransB),
-		p.layout(&p.layoutD, m.D, m.M, m.N, false))
+	if err := p.layout(&p.layoutA, m.A, m.M, m.K, m.TransA); err != nil {
+		return err
+	}
+	if err := p.layout(&p.layoutB, m.B, m.K, m.N, m.TransB); err != nil {
+		return err
+	}
+	return p.layout(&p.layoutD, m.D, m.M, m.N, false)
 }
 
 // owns makes a descriptor's lifetime end with the plan's.
