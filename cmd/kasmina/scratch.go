@@ -124,6 +124,10 @@ func (o *trainOptions) resolve(c *cobra.Command) error {
 	return nil
 }
 
+// meantForGPU reports whether a step of the new model takes very long on a CPU. A block has about 12·dim²
+// parameters.
+func (s *scratch) meantForGPU() bool { return 12*s.sizes.Layers*s.sizes.Dim*s.sizes.Dim > 50_000_000 }
+
 // check returns an error for impossible sizes. The run multiplies the number of blocks by grow.
 func (s *scratch) check(grow int) error {
 	z := s.sizes

@@ -137,6 +137,7 @@ func TestPresets(t *testing.T) {
 		o.lr = max(o.lr, o.learning.rate())
 		require.NoError(t, o.check())
 		require.Equal(t, 8, o.scratch.sizes.Heads)
+		require.Equal(t, name != defaultPreset, o.scratch.meantForGPU())
 		require.Equal(t, 0.5, o.lr)
 		for option := range presets[name] {
 			if option != "heads" && option != "lr" {

@@ -262,6 +262,10 @@ func (o *trainOptions) run(c *cobra.Command) (err error) {
 	}
 
 	o.settle(m)
+	if m.device == nil && m.team.First() && o.model == "" && o.scratch.meantForGPU() {
+		fmt.Fprintf(c.ErrOrStderr(), "note      a model of this size is meant for GPUs: on a CPU, a step may take "+
+			"minutes; --preset %s is meant for CPUs\n", defaultPreset)
+	}
 
 	stage, release, err := o.openFolder(c, m)
 	if err != nil {
