@@ -197,8 +197,8 @@ func (g *growth) takeBack(s state.SeedReport) error {
 }
 
 // withdraw undoes the latest grafts after a step has diverged, so that the run continues without
-// them. It returns an error and changes nothing if there is nothing to undo or if one of the seeds
-// cannot be rolled back.
+// them. It returns the cause and changes nothing if there is nothing to undo. If the grafts cannot be
+// undone, it returns the cause joined with the reason.
 func (g *growth) withdraw(cause error) error {
 	if g.twin != nil {
 		return g.giveUp(cause)

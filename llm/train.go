@@ -610,8 +610,10 @@ func (t *Trainer) step() error {
 			t.on(restoreFailed, fmt.Errorf("a failed step could not be undone: %w", failed))
 			return fmt.Errorf("llm: step %d: %w", done+1, errors.Join(err, failed))
 		}
-		if errors.Is(err, ErrDiverged) && t.growth.withdraw(err) == nil {
-			return errTakenBack
+		if errors.Is(err, ErrDiverged) {
+			if err = t.growth.withdraw(err); err == nil {
+				return errTakenBack
+			}
 		}
 		if !grew && t.condition.err() == nil {
 			t.growth.growthState = growing

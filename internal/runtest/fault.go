@@ -90,6 +90,11 @@ func (k *checker) faultOfRun() {
 		k.absorbed(r, what)
 		k.ended("a growth is abandoned")
 	default:
+		if errors.Is(err, llm.ErrDiverged) && k.straight.unstable() {
+			k.closed(r)
+			k.ended("a growth is abandoned, and an unstable run diverges without it")
+			return
+		}
 		if !errors.Is(err, ErrInjected) && !isOf(f.Op, "stop") && !isOf(f.Op, "checkpoint") && !idle(err) {
 			k.fail(Unharmed, "%s ends with a different error: %w", what, err)
 		}

@@ -69,6 +69,16 @@ type rig struct {
 // figures holds the bits of the numbers in a StepEnd.
 type figures struct{ loss, norm, rate uint64 }
 
+// unstable reports whether the loss of any step is so large that the run may diverge if anything changes.
+func (r *rig) unstable() bool {
+	for _, f := range r.figures {
+		if !(math.Float64frombits(f.loss) < 1000) {
+			return true
+		}
+	}
+	return false
+}
+
 // told is a report of growth or of a rejected command.
 type told struct {
 	step int

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/comm/loopback"
+	"github.com/kasmina-go/kasmina/llm"
 )
 
 // Team connects a process with the other ranks of a run. Only the training goroutine may call its methods,
@@ -67,9 +68,15 @@ func (t *Team) Size() int { return t.world.Size() }
 
 // Close closes the connections of the team. If failure is not nil, Close reports it to the other ranks and
 // returns immediately. Otherwise, it waits until all ranks have called it.
+//
+// An error that wraps [llm.ErrStopped] is no failure, because all ranks stop after the same step.
 func (t *Team) Close(failure error) error {
 	if t.world == nil {
 		return nil
+	}
+
+	if errors.Is(failure, llm.ErrStopped) {
+		failure = nil
 	}
 
 	if failure != nil && t.world.Err() == nil {
