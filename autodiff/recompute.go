@@ -119,8 +119,8 @@ func checkBuilt(g *gorgonia.ExprGraph, inputs gorgonia.Nodes, out *gorgonia.Node
 // hashes. The hash of an op does not cover its inner graph, so the number makes it unique.
 var serial atomic.Int64
 
-// newRecomputeOp returns an op whose inner graph is a copy of out and its dependencies. The inputs are nodes
-// of out's graph, and outer are the op's own inputs, which have the same types.
+// newRecomputeOp returns an op with a copy of out and its dependencies as its inner graph. The inputs are
+// nodes of out's graph. The op's own inputs, outer, have the same types.
 func newRecomputeOp(outer, inputs gorgonia.Nodes, out *gorgonia.Node,
 	replay bool) (*RecomputeOp, error) {
 	c, err := copyGraph(out, replay)
@@ -153,7 +153,7 @@ func newRecomputeOp(outer, inputs gorgonia.Nodes, out *gorgonia.Node,
 	return o, nil
 }
 
-// differentiable returns the nodes from which a chain of derivatives leads to out.
+// differentiable returns the nodes with a chain of derivatives to out.
 func differentiable(out *gorgonia.Node) map[*gorgonia.Node]bool {
 	reached := map[*gorgonia.Node]bool{out: true}
 	for _, n := range slices.Backward(dependencies(out)) {
@@ -186,8 +186,8 @@ func (o *RecomputeOp) SetTraining(training bool) error {
 	return o.run.setTraining(training)
 }
 
-// Replay returns an op with the same inner graph in which ops that record their runs are replaced
-// by their replays.
+// Replay returns an op with the same inner graph, except that the replays of ops replace the ops that
+// record their runs.
 func (o *RecomputeOp) Replay() gorgonia.Op {
 	r, err := newRecomputeOp(o.Inputs, o.Inputs, o.Output, true)
 	if err != nil { // cannot happen: this graph has been copied before

@@ -28,9 +28,9 @@ type caller struct {
 	failed []error // why the latest attempt at each target failed, or nil
 }
 
-// connect tries all targets, again and again, until rank 0 of this run accepts the connection. It
-// also returns rank 0's deadline. Each target is retried independently, so one that never answers
-// delays nothing, even if rank 0 only starts to listen after the first attempts.
+// connect tries all targets, again and again, until rank 0 of this run accepts the connection. It also
+// returns rank 0's deadline. Each target is retried independently, so an unresponsive target delays
+// nothing, even if rank 0 only starts to listen after the first attempts.
 func (c *caller) connect(ctx context.Context, timeout time.Duration) (*wire, time.Duration, error) {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
@@ -107,8 +107,8 @@ func isFinal(err error) bool {
 	return errors.As(err, &final)
 }
 
-// attempt dials a target and tries to join the run there. Rank 0 may listen at several targets, but
-// each process joins through only one of them.
+// attempt dials a target and tries to join the run there. Rank 0 may listen at several targets, but each
+// process joins through a single one.
 func (c *caller) attempt(ctx context.Context, target string) (*wire, time.Duration, error) {
 	conn, err := c.id.Dial(ctx, target)
 	if err != nil {

@@ -54,8 +54,7 @@ func (b Budget) Plus(c Budget) Budget {
 	return Budget{b.Time + c.Time, b.Tokens + c.Tokens, b.FLOPs + c.FLOPs}
 }
 
-// budgetShares is the resolution at which a run's spent share is measured, coarse enough to keep
-// records short.
+// budgetShares is the resolution of a run's spent share, coarse enough to keep records short.
 const budgetShares = 1024
 
 // ShareOf returns the spent share of b, from 0 to 1, rounded down; 0 for the zero Budget.

@@ -12,8 +12,8 @@ import (
 // half as far again predicted losses that no model reached, so that good growths were undone.
 const depthHorizon = 1.15
 
-// depthScore returns the metrics of a seed in depth during its evaluation, which are the run's
-// current loss and the loss the run would have reached by now without the growth.
+// depthScore returns the metrics of a seed in depth during its evaluation: the run's current loss and the
+// loss the run would have reached by now without the growth.
 //
 // [curve.Fit] predicts the latter from the curve before the growth. If the curve does not follow a
 // law yet, the last loss before the growth is used instead, so that the growth need only prove

@@ -47,9 +47,9 @@ func ByName(name string) (Choice, error) {
 	return choices[i], nil
 }
 
-// New returns the optimizer with settings that suit language models, which are betas of 0.9 and 0.95
-// and a weight decay of 0.1 unless the optimizer customarily uses others. The peak learning rate lr
-// is the optimizer's own, not AdamW's. Options override the settings.
+// New returns the optimizer with settings that suit language models: betas of 0.9 and 0.95 and a weight
+// decay of 0.1, or the customary values of the optimizer if they differ. The peak learning rate lr is the
+// optimizer's own, not AdamW's. Options override the settings.
 func (c Choice) New(lr float64, opts ...Option) (Partial, error) {
 	if c.build == nil {
 		return nil, fmt.Errorf("optim: the choice is a zero value: ByName returns choices")

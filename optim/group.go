@@ -13,7 +13,7 @@ type Match func(name string, shape []int) bool
 // biases.
 func Vectors(_ string, shape []int) bool { return len(shape) < 2 }
 
-// NameContains matches parameters whose names contain any of the parts.
+// NameContains matches parameters with any of the parts in their names.
 func NameContains(parts ...string) Match {
 	return func(name string, _ []int) bool {
 		for _, p := range parts {
@@ -91,8 +91,8 @@ type common struct {
 // LR returns the learning rate of the next step.
 func (c *common) LR() float64 { return c.lr }
 
-// resolve returns the settings of a parameter, which are the base settings, without decay for
-// vectors, as modified by the first matching group.
+// resolve returns the settings of a parameter: the base settings, without decay for vectors, as modified
+// by the first matching group.
 func (c *common) resolve(name string, shape []int) hyper {
 	base := c.base
 	if Vectors(name, shape) {

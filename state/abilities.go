@@ -4,7 +4,7 @@ import "github.com/kasmina-go/kasmina/blueprints"
 
 // The interfaces in this file are optional abilities of a [Controller]. A trainer that follows a
 // controller calls every method of these interfaces that the controller implements. A controller that
-// wraps others must pass the calls on.
+// wraps another controller must pass the calls on.
 
 // A CheckingController is a [Controller] that can validate its options. A trainer rejects a
 // controller if Check returns an error.
@@ -44,9 +44,9 @@ type Planner interface {
 	LeastEpochs(l *Lattice, every int) (int, error)
 }
 
-// A GradientListener is a [Controller] that chooses its first blueprints according to the gradients
-// of a frozen model. Before the first planting, the trainer calls Heard with a function that returns
-// the largest singular values of the gradient of the weight at which a seed sits.
+// A GradientListener is a [Controller] that chooses its first blueprints according to the gradients of a
+// frozen model. Before the first planting, the trainer calls Heard with a function that returns the
+// largest singular values of the gradient of a seed's weight.
 type GradientListener interface {
 	Controller
 	Heard(of func(layer, seed int) []float64)

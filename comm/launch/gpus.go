@@ -10,9 +10,8 @@ import (
 )
 
 // ForGPUs returns a job that starts the current program once per GPU, for programs that can start
-// themselves. gpus is the number the user requested, or 0 for none, and args are the program's
-// arguments, which are passed on to the processes. On a host of Kubeflow Trainer, PET_NPROC_PER_NODE
-// is the default for gpus.
+// themselves. gpus is the number the user requested, or 0 for none. The processes receive the program's
+// arguments, args. On a host of Kubeflow Trainer, PET_NPROC_PER_NODE is the default for gpus.
 //
 // ForGPUs returns nil if this process should do the work itself, either because it is the only one or
 // because this package, torchrun, Slurm or MPI started it as one of several.

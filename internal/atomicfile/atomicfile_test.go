@@ -171,7 +171,7 @@ func TestTemporaryStays(t *testing.T) {
 }
 
 // TestLongNames checks that every name allowed by the file system can be written, and that Writable
-// rejects all others in advance.
+// rejects all longer names in advance.
 func TestLongNames(t *testing.T) {
 	text := func(f *os.File) error { _, err := f.WriteString("text"); return err }
 	for _, n := range []int{1, 100, 200, 219, 220, 233, 234, 250, 255, 256, 300} {

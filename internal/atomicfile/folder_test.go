@@ -121,8 +121,8 @@ func TestMoveWithoutTheSystem(t *testing.T) {
 	require.Equal(t, "theirs", string(got))
 }
 
-// TestStaleFolder checks that the temporary directory of a killed process is removed, but not that of
-// a running one.
+// TestStaleFolder checks that the temporary directory of a killed process is removed, but not the
+// directory of a running process.
 func TestStaleFolder(t *testing.T) {
 	if runtime.GOOS == "windows" {
 		t.Skip("Windows cannot tell whose folder it is")

@@ -96,7 +96,7 @@ func Read(path string, limit int64, what string) ([]byte, error) {
 	b := make([]byte, size)
 	n, err := io.ReadFull(f, b)
 	if errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF) {
-		err = nil // the file has become shorter since Open; return what is left
+		err = nil // the file has become shorter since Open; return the rest
 	}
 
 	return b[:n], err

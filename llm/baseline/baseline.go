@@ -33,9 +33,9 @@ type Order2 struct {
 	seen   [3][]uint32 // t of each context
 }
 
-// TrainOrder2 counts the bytes of r. After each MiB it calls progress, unless it is nil, with the
-// number of bytes read so far. It returns an error if reading fails, if r holds fewer than 3 bytes,
-// or if ctx is done, in which case the error wraps the cause. The counts are 32-bit and saturate.
+// TrainOrder2 counts the bytes of r. After each MiB it calls progress, unless it is nil, with the number
+// of bytes read so far. It returns an error if reading fails or if r holds fewer than 3 bytes. If ctx is
+// done, the error wraps the cause. The counts are 32-bit and saturate.
 func TrainOrder2(ctx context.Context, r io.Reader, progress func(read int64)) (*Order2, error) {
 	switch {
 	case ctx == nil:
@@ -115,7 +115,7 @@ func (m *Order2) probability(a1, a2, b byte) float64 {
 	p := 1.0 / 256
 	context := 0
 	for order, next := range [3]byte{0, a2, a1} {
-		// Each order's context extends that of the next lower order by one preceding byte.
+		// The context of each order is the context of the next lower order, preceded by one more byte.
 		context |= int(next) << (8 * max(order-1, 0))
 		n, t := float64(m.totals[order][context]), float64(m.seen[order][context])
 		if n == 0 {
@@ -127,10 +127,10 @@ func (m *Order2) probability(a1, a2, b byte) float64 {
 	return p
 }
 
-// BitsPerByte returns the mean of -log₂ P₂ over all bytes of the text except the first, which is only
-// a context, as in a language model. The context of the second byte is the first byte twice.
-// BitsPerByte returns an error if the text is shorter than 2 bytes, if m was not created by
-// [TrainOrder2], or if ctx is done, in which case the error wraps the cause.
+// BitsPerByte returns the mean of -log₂ P₂ over all bytes of the text except the first, which is only a
+// context, as in a language model. The context of the second byte is the first byte twice. BitsPerByte
+// returns an error if the text is shorter than 2 bytes or if m was not created by [TrainOrder2]. If ctx
+// is done, the error wraps the cause.
 func (m *Order2) BitsPerByte(ctx context.Context, text []byte) (float64, error) {
 	if ctx == nil {
 		return 0, fmt.Errorf("baseline: Order2.BitsPerByte: %w", errNoContext)
@@ -160,8 +160,8 @@ func (m *Order2) BitsPerByte(ctx context.Context, text []byte) (float64, error) 
 }
 
 // GzipBitsPerByte returns the size of the text in bits after compression with gzip -9, divided by its
-// original length in bytes. It returns an error if the text is empty, or if ctx is done, in which
-// case the error wraps the cause.
+// original length in bytes. It returns an error if the text is empty. If ctx is done, the error wraps the
+// cause.
 func GzipBitsPerByte(ctx context.Context, text []byte) (float64, error) {
 	if ctx == nil {
 		return 0, fmt.Errorf("baseline: GzipBitsPerByte: %w", errNoContext)

@@ -51,8 +51,8 @@ func TestAdapterLogits(t *testing.T) {
 	}
 }
 
-// TestAdapterLosses compares the losses of 100 AdamW steps with PEFT: in one batch, in two batches whose
-// gradients are accumulated, and with both sequences packed into one.
+// TestAdapterLosses compares the losses of 100 AdamW steps with PEFT's: in one batch, in two batches with
+// accumulated gradients, and with both sequences packed into one.
 func TestAdapterLosses(t *testing.T) {
 	for name := range adapterModels {
 		g := readGolden(t, filepath.Join("adapters", name))

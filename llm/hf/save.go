@@ -51,8 +51,8 @@ type saving struct {
 // closed.
 func Like(f *Folder) SaveOption { return func(s *saving) { s.like = f } }
 
-// WithDtype writes all tensors as float32, float16 or bfloat16. By default, each tensor keeps its
-// type in the folder given to [Like], or is written as float32 if there is no folder.
+// WithDtype writes all tensors as float32, float16 or bfloat16. By default, each tensor keeps its type in
+// the folder given to [Like], or is written as float32 without a folder.
 func WithDtype(name string) SaveOption {
 	return func(s *saving) {
 		for d, n := range dtypeNames {
@@ -95,12 +95,12 @@ func WithSaveProgress(f func(done, total int64)) SaveOption {
 // SavePretrained writes a model as a folder that transformers can load, with config.json,
 // generation_config.json, safetensors files and the files of a tokenizer.
 //
-// The folder must be new or empty, and appears only once it is complete. If another process writes to
-// it first, SavePretrained leaves it alone and returns an error that wraps fs.ErrExist.
+// The folder must be new or empty, and appears only once it is complete. If another process writes to it
+// first, SavePretrained does not touch it and returns an error that wraps fs.ErrExist.
 //
-// SavePretrained rejects models whose seeds change their results, because transformers does not
-// support such layers. Dormant seeds are dropped. If a trainer is running, SavePretrained waits until
-// the current step ends, and the run waits for SavePretrained.
+// SavePretrained rejects models with seeds that change their results, because transformers does not
+// support such layers. Dormant seeds are dropped. If a trainer is running, SavePretrained waits until the
+// current step ends, and the run waits for SavePretrained.
 func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveOption) error {
 	s := &saving{shard: shardBytes, files: map[string][]byte{}}
 	for _, opt := range opts {

@@ -239,8 +239,8 @@ func difference(t *testing.T, got Response, want json.RawMessage) (off float64, 
 }
 
 // requireResults checks that the results of a task equal lm-eval's. They must agree in the four decimals
-// that lm-eval prints, or in five digits of a perplexity above 100: the log-likelihoods of models in
-// float32, whose exponential it is, determine no more.
+// that lm-eval prints. A perplexity above 100 must agree in five digits, because it is the exponential of
+// log-likelihoods in float32, which determine no more.
 func requireResults(t *testing.T, c goldenCase, got Result) {
 	t.Helper()
 	require.Len(t, c.Results, 2*len(got.Metrics), c)
@@ -259,7 +259,7 @@ func requireResults(t *testing.T, c goldenCase, got Result) {
 	}
 }
 
-// TestGroups compares the result for all subjects of a file with that of lm-eval's group mmlu.
+// TestGroups compares the result for all subjects of a file with the result of lm-eval's group mmlu.
 func TestGroups(t *testing.T) {
 	model, settings := testModel(t, models+"tiny")
 	for _, c := range readGolden(t, "tiny").Cases {

@@ -10,11 +10,11 @@ import (
 )
 
 // Together returns a controller that combines several, each for its own sites, such as a [Depth] for
-// blocks and a [Heuristic] for all other seeds. They receive the same reports and are consulted in
-// order. If two of them command the same seed, the later one's commands are normally rejected.
+// blocks and a [Heuristic] for all other seeds. They receive the same reports and are consulted in order.
+// If two controllers command the same seed, the commands of the later one are normally rejected.
 //
-// An [Adapters], which is meant for runs with TrainConfig.Frozen, must be used alone, because a
-// combined controller does not pass the gradients on to it.
+// An [Adapters], which is meant for runs with TrainConfig.Frozen, must be used alone, because a combined
+// controller does not pass the gradients on to it.
 func Together(all ...state.Controller) state.Controller {
 	return together(slices.Clone(all))
 }
@@ -69,7 +69,7 @@ func (all together) Affords(reports []state.Report) (err error) {
 	return err
 }
 
-// LeastEpochs returns the maximum over the controllers, each of which knows its own sites.
+// LeastEpochs returns the maximum over the controllers. Each controller knows its own sites.
 func (all together) LeastEpochs(l *state.Lattice, every int) (most int, err error) {
 	for _, c := range all {
 		if c, ok := c.(state.Planner); ok {

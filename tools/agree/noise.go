@@ -75,7 +75,7 @@ func programs(dirs []string) ([]string, error) {
 	return names, nil
 }
 
-// averages returns the mean loss of each span of steps. It leaves out an incomplete last span.
+// averages returns the mean loss of each complete span of steps.
 func averages(l []float64, span int) []float64 {
 	var means []float64
 	for c := range slices.Chunk(l, span) {

@@ -148,8 +148,8 @@ func requireNear(t *testing.T, want, got []float64, tolerance float64, what ...a
 	}
 }
 
-// requireCodes requires equal codes, except for a share of numbers so close to a midpoint that
-// rounding decides, whose codes may be adjacent.
+// requireCodes requires equal codes. A share of the codes may be adjacent instead, because some numbers
+// are so close to a midpoint that rounding decides.
 func requireCodes(t *testing.T, want, got []uint8, share float64, what ...any) {
 	t.Helper()
 	differ := 0
@@ -178,8 +178,8 @@ func widened(x []float32) []float64 {
 	return y
 }
 
-// TestAdamW8bitWithoutSquares checks that an element whose second moment is rounded to 0, because of
-// a large one in its block, does not jump when its gradient vanishes.
+// TestAdamW8bitWithoutSquares checks that an element does not jump when its gradient vanishes and its
+// second moment has been rounded to 0 because of a large one in its block.
 func TestAdamW8bitWithoutSquares(t *testing.T) {
 	p, m, v := make([]float32, 256), make([]uint8, 256), make([]uint8, 256)
 	mScale, vScale := make([]float32, 1), make([]float32, 1)

@@ -24,8 +24,8 @@ type Ranks interface {
 
 // Swap sends a value to all ranks as JSON and returns the values of all ranks.
 //
-// All ranks must exchange the same kind of value, except that a rank with a failed callback calls
-// Between, no matter what the others are about to do. If they call Swap for another purpose, it
+// All ranks must exchange the same kind of value, with one exception: a rank with a failed callback calls
+// Between, whatever the next exchange of the other ranks is. If they call Swap for another purpose, it
 // returns a [Failure].
 func Swap[T any](e Ranks, what string, own T) ([]T, error) {
 	text, err := json.Marshal(own)
@@ -69,7 +69,7 @@ func (f *Failure) Error() string { return fmt.Sprintf("rank %d: %s", f.Rank, f.T
 // kind of value as this rank, or nil.
 func failureIn(texts [][]byte, what string) error {
 	if what == betweenSteps {
-		return nil // whose reports contain the errors
+		return nil // the reports contain the errors of these ranks
 	}
 	for r, text := range texts {
 		value, ok := bytes.CutPrefix(text, []byte(betweenSteps+"\n"))
@@ -116,8 +116,8 @@ func FirstError(own error, all []string, failed error) error {
 	return nil
 }
 
-// WithNews joins errors, but omits those whose text is already contained in earlier ones. After a
-// rank dies, every later exchange fails with the same error.
+// WithNews joins errors, but omits an error if an earlier one already contains its text. After a rank
+// dies, every later exchange fails with the same error.
 func WithNews(errs ...error) (all error) {
 	for _, err := range errs {
 		switch {
@@ -172,11 +172,11 @@ type report struct {
 // betweenSteps is the kind of value that Between exchanges.
 const betweenSteps = "between steps"
 
-// Between exchanges errors and requests to stop the run. It returns the first error, or the first
-// such request with the rank that sent it.
+// Between exchanges errors and requests to stop the run. It returns the first error, or the first such
+// request with the rank that sent it.
 //
-// A rank with an error may call Between while the others call Swap. Their Swap then returns the error as
-// a [Failure].
+// A rank with an error may call Between while the other ranks call Swap. Their Swap then returns the
+// error as a [Failure].
 func Between(e Ranks, err error, own Wish) (wish Wish, rank int, _ error) {
 	all, failed := Swap(e, betweenSteps, report{TextOf(err), own})
 	var other *mismatch
