@@ -65,8 +65,8 @@ done
 for p in "${pids[@]}"; do wait "$p"; done
 `
 
-// TestSlurmScript runs the script with a fake srun. The script trains and continues when submitted
-// again, and its result is bit-identical to that of a single process.
+// TestSlurmScript runs the script with a fake srun. The script trains and continues when submitted again,
+// and the result is bit-identical to a single process's.
 func TestSlurmScript(t *testing.T) {
 	p := built(t)
 	script, err := filepath.Abs("cluster/train.sbatch")

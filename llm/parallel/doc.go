@@ -1,5 +1,5 @@
-// Package parallel trains a model on several processes, called ranks. The result is bit-identical to
-// that of a single process.
+// Package parallel trains a model on several processes, called ranks. The result is bit-identical to a
+// single process's.
 //
 //	world, err := comm.Join(ctx, place, options)
 //	team, err := parallel.Join(ctx, world)

@@ -164,8 +164,8 @@ training 24,552 of 151,140 parameters (16%) from step 3 to step 9
 `, out.String())
 }
 
-// TestProgressFollowsGrowth checks that speed and remaining time are measured from the last growth,
-// in a run whose steps take one second before the growth and three seconds after it.
+// TestProgressFollowsGrowth checks that speed and remaining time are measured from the last growth. The
+// steps take one second before the growth and three seconds after it.
 func TestProgressFollowsGrowth(t *testing.T) {
 	p := &progress{w: io.Discard}
 	e := llm.Event{Kind: llm.RunStart, Steps: 20}

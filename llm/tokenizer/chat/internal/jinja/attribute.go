@@ -32,7 +32,7 @@ func (in *interpreter) getAttribute(object value, name string) value {
 	return missingAttribute(object, name)
 }
 
-// getItem evaluates the expression object[key], which is the object's item or, if there is none, its
+// getItem evaluates the expression object[key]: the object's item or, without such an item, its
 // attribute.
 func (in *interpreter) getItem(object, key value) value {
 	if v, ok := in.item(object, key); ok {

@@ -191,7 +191,7 @@ func (in *interpreter) percentOne(s spec, v value) string {
 	return ""
 }
 
-// cut returns the first precision characters of a text, or all of them if precision is negative.
+// cut returns the first precision characters of a text, or the whole text if precision is negative.
 func cut(s string, precision int) string {
 	if precision < 0 {
 		return s
