@@ -134,8 +134,8 @@ func TestBatcherPasses(t *testing.T) {
 		roundRows(4), roundRows(5), roundRows(6), roundRows(7), roundRows(12), roundRows(50), roundRows(65)})
 }
 
-// TestBatcherLeaves checks that a text may be abandoned at any time without affecting the others,
-// that invalid tokens are rejected, and that closing the batcher fails all texts.
+// TestBatcherLeaves checks that a text may be abandoned at any time without affecting other texts, that
+// invalid tokens are rejected, and that closing the batcher fails all texts.
 func TestBatcherLeaves(t *testing.T) {
 	m, err := NewModel(tiny(), tensor.Float32, 1)
 	require.NoError(t, err)

@@ -23,8 +23,8 @@ type Part struct {
 	From, To int
 }
 
-// Partial is implemented by optimizers that can update a part of a model, for runs in which each of
-// several processes updates one part. All optimizers in this package implement it.
+// Partial is implemented by optimizers that can update a part of a model, for runs on several processes
+// that update one part each. All optimizers in this package implement it.
 type Partial interface {
 	Rules
 

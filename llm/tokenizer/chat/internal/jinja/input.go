@@ -99,7 +99,7 @@ func (v Value) Items() ([]Value, bool) {
 	return items, true
 }
 
-// IsNone reports whether the value is None.
+// IsNone reports whether v is Python's None.
 func (v Value) IsNone() bool { return v.v == nil }
 
 // FromJSON decodes JSON text like Python's json.loads, preserving the order of keys.
