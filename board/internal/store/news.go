@@ -33,9 +33,9 @@ type sentStatus struct {
 	text    []byte
 }
 
-// News appends the changes of the run since the previous call with the same cursor to b, as
-// server-sent events, and advances the cursor. Viewers need no queues of their own, since one that
-// calls News less often simply receives more at a time.
+// News appends the changes of the run since the previous call with the same cursor to b, as server-sent
+// events, and advances the cursor. Viewers need no queues of their own: a slow viewer calls News less
+// often and simply receives more at a time.
 func (r *Run) News(b *bytes.Buffer, c *Cursor) error {
 	changed := r.changed.Load()
 	if c.started && changed == c.changed {
