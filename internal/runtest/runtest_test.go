@@ -20,7 +20,7 @@ var flags = runtest.AddFlags()
 func TestRandomRuns(t *testing.T) {
 	plan := runtest.Plan{Usual: 40 * time.Second, Fixed: 60}
 	if testing.Short() {
-		plan = runtest.Plan{Usual: 15 * time.Second, Fixed: 12}
+		plan = runtest.Plan{Usual: 15 * time.Second, Fixed: 6}
 	}
 	runtest.Campaign(t, runtest.CPU(), *flags, plan)
 }
@@ -33,7 +33,7 @@ func TestRandomFailures(t *testing.T) {
 	plan := runtest.Plan{Usual: 20 * time.Second, Fixed: 30, Failing: true,
 		Change: func(c *runtest.Case) bool { return runtest.OnlyFault(c, m) }}
 	if testing.Short() {
-		plan.Usual, plan.Fixed = 5*time.Second, 6
+		plan.Usual, plan.Fixed = 5*time.Second, 3
 	}
 	runtest.Campaign(t, m, *flags, plan)
 }
