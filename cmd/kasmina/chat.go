@@ -178,7 +178,7 @@ func (t *talk) answer(ctx context.Context, text string) error {
 	}
 	defer func() { t.messages = append(t.messages, talkMessage{"assistant", answer.String()}) }()
 
-	// Every answer has a seed of its own.
+	// Use a different seed for every answer.
 	draw, err := sampler.New(t.sampling)
 	if err != nil {
 		return err

@@ -199,23 +199,7 @@ func (o *finetuneOptions) run(c *cobra.Command) (err error) {
 	}
 	defer func() { err = errors.Join(err, m.close(err)) }()
 
-	if !m.team.First() {
-		c.SetOut(io.Discard)
-		c.SetErr(io.Discard)
-	}
-
-	if err := o.checkProcesses(c, m); err != nil {
-		return err
-	}
-
-	o.device = "cpu"
-	if m.device != nil {
-		o.device = "cuda"
-	}
-	if o.precision == "" {
-		o.precision = m.precision.String()
-	}
-
+	o.settleDevice(m)
 	stage, release, err := o.openFolder(c, m)
 	if err != nil {
 		return err
@@ -620,11 +604,11 @@ func (o *finetuneOptions) makeSteps(c *cobra.Command, t *llm.Trainer, on machine
 	}
 
 	if err := on.atFirst(func() error {
-		run, err := o.dir().readManifest()
+		run, err := o.dir().nextManifest(c)
 		if err != nil {
 			return err
 		}
-		return o.dir().writeManifest(run.next(optionsOf(c)))
+		return o.dir().writeManifest(run)
 	}); err != nil {
 		return result, err
 	}
@@ -745,11 +729,11 @@ func (o *finetuneOptions) publish(c *cobra.Command, m *llm.Model, f *hf.Folder, 
 		return err
 	}
 
-	run, err := d.readManifest()
+	run, err := d.nextManifest(c)
 	if err != nil {
 		return err
 	}
-	if err := d.publish(run.next(optionsOf(c))); err != nil {
+	if err := d.publish(run); err != nil {
 		return err
 	}
 

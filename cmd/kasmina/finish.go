@@ -86,12 +86,11 @@ func (o *trainOptions) save(c *cobra.Command, m *llm.Model, from origin) error {
 		return err
 	}
 
-	run, err := d.readManifest()
+	run, err := d.nextManifest(c)
 	if err != nil {
 		return err
 	}
-
-	if err := d.publish(run.next(optionsOf(c))); err != nil {
+	if err := d.publish(run); err != nil {
 		return err
 	}
 

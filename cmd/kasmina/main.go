@@ -27,8 +27,9 @@ import (
 	"os"
 	"regexp"
 
-	"github.com/kasmina-go/kasmina/comm/launch"
 	"github.com/spf13/cobra"
+
+	"github.com/kasmina-go/kasmina/comm/launch"
 )
 
 func main() {
@@ -63,7 +64,7 @@ func main() {
 // standard output, which other programs may read.
 type unlabeled struct{ io.Writer }
 
-// label is what package launch puts in front of a line.
+// label matches the prefix that package launch adds to a line.
 var label = regexp.MustCompile(`^\[\d+\] `)
 
 func (u unlabeled) Write(line []byte) (int, error) {

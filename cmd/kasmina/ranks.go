@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"slices"
 	"strconv"
@@ -64,7 +65,8 @@ type machines struct {
 	precision cudaops.Precision
 }
 
-// meet joins the other processes of the run, if there are any, and opens the device.
+// meet joins the other processes of the run, if there are any, opens the device, and silences all processes
+// but one. It returns an error for options that have no effect on these processes.
 func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
 	waiting := func(text string) { fmt.Fprintf(c.ErrOrStderr(), "waiting   %s\n", text) }
 	m.world, err = parallel.MeetWith(c.Context(), os.Getenv, o.train.Accumulate,
@@ -91,6 +93,15 @@ func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
 
 	if m.team, err = gpu.Team(c.Context(), m.world, m.device); err != nil {
 		return m, errors.Join(err, m.close(nil))
+	}
+
+	if !m.team.First() {
+		c.SetOut(io.Discard)
+		c.SetErr(io.Discard)
+	}
+
+	if err := o.checkProcesses(c, m); err != nil {
+		return m, errors.Join(err, m.close(err))
 	}
 
 	return m, nil

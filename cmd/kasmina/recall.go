@@ -71,15 +71,7 @@ var openSettings = map[string]string{"device": "auto", "precision": "", "seq": "
 // continues if the user spells out the same value. The flags share these variables, so the manifest
 // records the choice.
 func (o *trainOptions) settle(m machines) {
-	o.device = "cpu"
-	if m.device != nil {
-		o.device = "cuda"
-	}
-
-	if o.precision == "" {
-		o.precision = m.precision.String()
-	}
-
+	o.settleDevice(m)
 	if o.model == "" {
 		return
 	}
@@ -89,5 +81,17 @@ func (o *trainOptions) settle(m machines) {
 			o.seq = min(f.Config.Seq, 1024)
 		}
 		f.Close()
+	}
+}
+
+// settleDevice is the part of settle that concerns the device and its precision.
+func (o *trainOptions) settleDevice(m machines) {
+	o.device = "cpu"
+	if m.device != nil {
+		o.device = "cuda"
+	}
+
+	if o.precision == "" {
+		o.precision = m.precision.String()
 	}
 }

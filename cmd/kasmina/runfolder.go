@@ -404,6 +404,15 @@ func (d runDir) writable() error {
 	return nil
 }
 
+// nextManifest returns the manifest of the run in the folder, updated with the options of the command.
+func (d runDir) nextManifest(c *cobra.Command) (*manifest, error) {
+	m, err := d.readManifest()
+	if err != nil {
+		return nil, err
+	}
+	return m.next(optionsOf(c)), nil
+}
+
 // publish moves the files of the finished model from the staging folder to their place, config.json last.
 // It never replaces foreign files: such a file is an error, and the same command publishes the rest once
 // the file is gone.

@@ -248,15 +248,6 @@ func (o *trainOptions) run(c *cobra.Command) (err error) {
 	}
 	defer func() { err = errors.Join(err, m.close(err)) }()
 
-	if !m.team.First() {
-		c.SetOut(io.Discard)
-		c.SetErr(io.Discard)
-	}
-
-	if err := o.checkProcesses(c, m); err != nil {
-		return err
-	}
-
 	if err := o.engine.check(c, m); err != nil {
 		return err
 	}
@@ -493,11 +484,11 @@ func (o *trainOptions) steps(c *cobra.Command, t *llm.Trainer, on machines, s st
 
 	// From here on, the folder belongs to a run with the options of this command.
 	if err := on.atFirst(func() error {
-		run, err := o.dir().readManifest()
+		run, err := o.dir().nextManifest(c)
 		if err != nil {
 			return err
 		}
-		if err := o.dir().writeManifest(run.next(optionsOf(c))); err != nil {
+		if err := o.dir().writeManifest(run); err != nil {
 			return err
 		}
 		return from.persist()

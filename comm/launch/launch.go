@@ -299,8 +299,8 @@ func (r *run) ended(p *process) {
 	}
 }
 
-// explanationWait is how long the remaining processes may run on after one exits because of another's
-// failure, since the one that failed first may still be writing the reason.
+// explanationWait limits the time for which the remaining processes keep running after a process exits
+// because of the failure of another one, which may still be writing the reason.
 const explanationWait = 2 * time.Second
 
 // end asks all processes to terminate, and kills them after the grace period.
