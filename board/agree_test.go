@@ -32,7 +32,7 @@ func figures(w *window, seed int) string {
 	w.Helper()
 	eval[bool](w, fmt.Sprintf("Lattice.select({layer: 0, seed: %d}); true", seed))
 	w.see("#seed-events li", "#history")
-	w.do(chromedp.Sleep(time.Second)) // fetches and frames
+	w.Do(chromedp.Sleep(time.Second)) // fetches and frames
 	return eval[string](w, everything)
 }
 
@@ -48,7 +48,7 @@ func TestPagesAgree(t *testing.T) {
 	require.NoError(t, err)
 	run := b.Add("the run")
 	first := browser(t)
-	first.do(chromedp.Navigate(url))
+	first.Do(chromedp.Navigate(url))
 	first.see("h1")
 
 	var middle *window
@@ -57,7 +57,7 @@ func TestPagesAgree(t *testing.T) {
 		run.Take(e)
 		if e.Kind == llm.StepEnd && e.Step == 10 {
 			middle = browser(t)
-			middle.do(chromedp.Navigate(url))
+			middle.Do(chromedp.Navigate(url))
 			first.see("#chart-loss canvas", "#events li")
 			middle.see("#chart-loss canvas", "#events li")
 		}
@@ -75,7 +75,7 @@ func TestPagesAgree(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "report.html")
 	require.NoError(t, os.WriteFile(path, []byte(page.String()), 0o666))
 	report := browser(t)
-	report.do(chromedp.Navigate("file://" + path))
+	report.Do(chromedp.Navigate("file://" + path))
 	ended(report)
 	want := figures(report, 1)
 
@@ -89,7 +89,7 @@ func TestPagesAgree(t *testing.T) {
 	}
 	agrees(first, "opened at the start")
 	agrees(middle, "opened in the middle")
-	report.do(chromedp.Navigate(logs(t, folder)))
+	report.Do(chromedp.Navigate(logs(t, folder)))
 	ended(report)
 	agrees(report, "board of logs")
 
@@ -108,6 +108,6 @@ func TestPagesAgree(t *testing.T) {
 	require.NotContains(t, plain, "stability")
 	require.NotContains(t, plain, "helped")
 	for _, w := range []*window{first, middle, report} {
-		require.Empty(t, w.complaints(), "the browser's console")
+		require.Empty(t, w.Complaints(), "the browser's console")
 	}
 }

@@ -596,7 +596,7 @@ func TestReport(t *testing.T) {
 	w := browser(t)
 	path := filepath.Join(t.TempDir(), "report.html")
 	require.NoError(t, os.WriteFile(path, page.Bytes(), 0o666))
-	w.do(chromedp.Navigate("file://" + path))
+	w.Do(chromedp.Navigate("file://" + path))
 	w.see("#chart-loss canvas", "#history", "#legend li", "#settings-box")
 	require.Contains(t, w.text("#legend"), "Training 1")
 	require.Contains(t, w.text("#events"), "because </script><b>hungry</b>")
@@ -605,7 +605,7 @@ func TestReport(t *testing.T) {
 	w.shoot("report.png")
 	eval[bool](w, "Lattice.select({layer: 0, seed: 1}); true")
 	w.see("#seed-events li")
-	require.Empty(t, w.complaints(), "the browser's console")
+	require.Empty(t, w.Complaints(), "the browser's console")
 }
 
 // TestFollowWithoutSeeds checks that a controller of a run without seeds is called once per epoch.

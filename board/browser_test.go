@@ -5,7 +5,6 @@ import (
 	"flag"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -13,12 +12,11 @@ import (
 
 	"github.com/chromedp/cdproto/cdp"
 	"github.com/chromedp/cdproto/emulation"
-	"github.com/chromedp/cdproto/log"
-	"github.com/chromedp/cdproto/runtime"
 	"github.com/chromedp/chromedp"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/board"
+	"github.com/kasmina-go/kasmina/internal/browsertest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -26,75 +24,20 @@ import (
 // screenshots is the directory for pictures of the page.
 var screenshots = flag.String("screenshots", "", "folder to write pictures of the page to")
 
-// A window is a window of a headless Chromium.
-type window struct {
-	*testing.T
-	ctx  context.Context
-	said chan string // errors and warnings in the console
-}
+// A window is a browser window that shows the board.
+type window struct{ *browsertest.Window }
 
 // browser opens a window. It skips the test if Chromium is not installed.
 func browser(t *testing.T) *window {
 	t.Helper()
-	path := ""
-	for _, name := range []string{"chromium", "chromium-browser", "google-chrome", "chrome"} {
-		if found, err := exec.LookPath(name); err == nil {
-			path = found
-			break
-		}
-	}
-	if path == "" {
-		t.Skip("no Chromium: Debian's package chromium has one")
-	}
-	ctx, stop := chromedp.NewExecAllocator(t.Context(), chromedp.ExecPath(path),
-		chromedp.NoSandbox, chromedp.Headless,
-		chromedp.Flag("disable-dev-shm-usage", true), chromedp.WindowSize(1280, 900))
-	t.Cleanup(stop)
-	ctx, stop = chromedp.NewContext(ctx)
-	t.Cleanup(stop)
-	w := &window{T: t, ctx: ctx, said: make(chan string, 100)}
-	w.do(chromedp.Func(func(ctx context.Context, t *chromedp.Target) error {
-		if _, err := cdp.Call(ctx, t, runtime.Enable, cdp.Empty{}); err != nil {
-			return err
-		}
-		_, err := cdp.Call(ctx, t, log.Enable, cdp.Empty{})
-		return err
-	}))
-	require.NoError(t, chromedp.Listen(ctx, func(e any) {
-		text := ""
-		switch e := e.(type) {
-		case *runtime.EventExceptionThrown:
-			text = fmt.Sprintf("%+v", e.ExceptionDetails)
-		case *log.EventEntryAdded:
-			text = fmt.Sprint(e.Entry.Level, ": ", e.Entry.Text, " ", e.Entry.URL)
-		default:
-			return
-		}
-		select {
-		case w.said <- text:
-		default:
-		}
-	}))
-	return w
-}
-
-// do performs actions, with a generous time limit.
-func (w *window) do(actions ...chromedp.Action[chromedp.Void]) {
-	w.Helper()
-	ctx := w.ctx
-	if chromedp.FromContext(ctx).Target != nil { // the first context must live as long as the browser
-		var stop func()
-		ctx, stop = context.WithTimeout(ctx, 60*time.Second)
-		defer stop()
-	}
-	require.NoError(w, chromedp.Do(ctx, actions...), "%v", w.complaints())
+	return &window{browsertest.Open(t, 1280, 900)}
 }
 
 // see waits until elements are visible.
 func (w *window) see(selectors ...string) {
 	w.Helper()
 	for _, s := range selectors {
-		w.do(chromedp.WaitVisible(chromedp.CSS(s)))
+		w.Do(chromedp.WaitVisible(chromedp.CSS(s)))
 	}
 }
 
@@ -107,25 +50,13 @@ func (w *window) text(selector string) string {
 // eval evaluates an expression, and awaits the result if it is a promise.
 func eval[T any](w *window, expression string) T {
 	w.Helper()
-	ctx, stop := context.WithTimeout(w.ctx, 60*time.Second)
-	defer stop()
-	v, err := chromedp.Run(ctx, chromedp.Evaluate[T](expression, chromedp.EvalAwaitPromise))
-	require.NoError(w, err, expression[:min(len(expression), 200)])
-	return v
-}
-
-// complaints returns the errors and warnings in the console.
-func (w *window) complaints() (all []string) {
-	for len(w.said) > 0 {
-		all = append(all, <-w.said)
-	}
-	return all
+	return browsertest.Eval[T](w.Window, expression)
 }
 
 // view sets the size of the window and selects light or dark mode.
 func (w *window) view(width, height int64, scheme string) {
 	w.Helper()
-	w.do(chromedp.EmulateViewport(width, height),
+	w.Do(chromedp.EmulateViewport(width, height),
 		chromedp.Func(func(ctx context.Context, t *chromedp.Target) error {
 			_, err := cdp.Call(ctx, t, emulation.SetEmulatedMedia, emulation.SetEmulatedMediaParams{
 				Features: []*emulation.MediaFeature{{Name: "prefers-color-scheme", Value: scheme}}})
@@ -139,7 +70,7 @@ func (w *window) shoot(name string) {
 	if *screenshots == "" {
 		return
 	}
-	picture, err := chromedp.Run(w.ctx, chromedp.FullScreenshot(100))
+	picture, err := chromedp.Run(w.Context, chromedp.FullScreenshot(100))
 	require.NoError(w, err)
 	require.NoError(w, os.WriteFile(filepath.Join(*screenshots, name), picture, 0o666))
 }
@@ -148,11 +79,7 @@ func (w *window) shoot(name string) {
 // window.
 func (w *window) accessible(view string) {
 	w.Helper()
-	script, err := os.ReadFile("testdata/axe.js")
-	require.NoError(w, err)
-	eval[bool](w, string(script)+"; true")
-	require.Empty(w, eval[[]string](w, `axe.run().then(r => r.violations.map(v => v.id + ': ' +
-		v.nodes.map(n => n.html + ' ' + n.failureSummary).join('; ')))`), view)
+	w.Accessible(view)
 	require.LessOrEqual(w, eval[int](w, "document.documentElement.scrollWidth - innerWidth"), 0,
 		"%s: the page is wider than its window", view)
 }
@@ -189,7 +116,7 @@ func TestPage(t *testing.T) {
 		}
 		return nil
 	})
-	w.do(chromedp.Navigate(url))
+	w.Do(chromedp.Navigate(url))
 	w.see("h1")
 	loaded := eval[float64](w, "performance.getEntriesByType('navigation')[0].loadEventEnd")
 	t.Logf("the page has loaded in %.0f ms", loaded)
@@ -225,7 +152,7 @@ func TestPage(t *testing.T) {
 	require.Eventually(t, func() bool {
 		return w.text("#state") == "ended"
 	}, patience, 50*time.Millisecond)
-	require.Empty(t, w.complaints(), "the browser's console")
+	require.Empty(t, w.Complaints(), "the browser's console")
 }
 
 // TestSteering checks that a person can germinate a seed on the page, sees the result, and can
@@ -237,16 +164,16 @@ func TestSteering(t *testing.T) {
 	paced(tr, 10*time.Millisecond)
 	done := make(chan error, 1)
 	go func() { done <- tr.Run(context.Background()) }()
-	w.do(chromedp.Navigate(url))
+	w.Do(chromedp.Navigate(url))
 	w.see("#stop", "#legend li")
 	require.NotContains(t, eval[string](w, "location.href"), "token")
 	eval[bool](w, "Lattice.select({layer: 0, seed: 7}); true")
 	w.see("#germinate")
-	w.do(chromedp.Click(chromedp.CSS("#germinate")))
+	w.Do(chromedp.Click(chromedp.CSS("#germinate")))
 	w.see("#confirm-yes")
 	w.accessible("steering")
 	w.shoot("board-steer.png")
-	w.do(chromedp.SendKeys(chromedp.CSS("#confirm-why"), "its features are dead"),
+	w.Do(chromedp.SendKeys(chromedp.CSS("#confirm-why"), "its features are dead"),
 		chromedp.Click(chromedp.CSS("#confirm-yes")))
 	require.Eventually(t, func() bool {
 		return eval[int](w, "Lattice.layers()[0].stage[7]") == int(state.Germinated)
@@ -258,11 +185,11 @@ func TestSteering(t *testing.T) {
 		return strings.Contains(w.text("#seed-story"),
 			"a person asked on the board: its features are dead")
 	}, patience, 50*time.Millisecond)
-	w.do(chromedp.Click(chromedp.CSS("#stop")))
+	w.Do(chromedp.Click(chromedp.CSS("#stop")))
 	w.see("#confirm-yes")
-	w.do(chromedp.Click(chromedp.CSS("#confirm-yes")))
+	w.Do(chromedp.Click(chromedp.CSS("#confirm-yes")))
 	require.ErrorContains(t, <-done, "a person asked on the board")
-	require.Empty(t, w.complaints(), "the browser's console")
+	require.Empty(t, w.Complaints(), "the browser's console")
 }
 
 // TestFinishedRun checks that the page of a finished run offers no action that could only be
@@ -280,11 +207,11 @@ func TestFinishedRun(t *testing.T) {
 	})
 	done := make(chan error, 1)
 	go func() { done <- tr.Run(context.Background()) }()
-	w.do(chromedp.Navigate(url))
+	w.Do(chromedp.Navigate(url))
 	w.see("#stop", "#legend li")
 	eval[bool](w, "Lattice.select({layer: 0, seed: 3}); true")
 	w.see("#germinate")
-	w.do(chromedp.Click(chromedp.CSS("#save")))
+	w.Do(chromedp.Click(chromedp.CSS("#save")))
 	w.see("#confirm-yes")
 	close(goOn)
 	require.NoError(t, <-done)
@@ -296,9 +223,9 @@ func TestFinishedRun(t *testing.T) {
 	require.Eventually(t, func() bool {
 		return w.text("#state") == "ended" && eval[string](w, offered) == ""
 	}, patience, 50*time.Millisecond)
-	w.do(chromedp.Reload(), chromedp.Sleep(time.Second))
+	w.Do(chromedp.Reload(), chromedp.Sleep(time.Second))
 	require.Eventually(t, func() bool { return w.text("#state") == "ended" }, patience,
 		50*time.Millisecond)
 	require.Empty(t, eval[string](w, offered))
-	require.Empty(t, w.complaints(), "the browser's console")
+	require.Empty(t, w.Complaints(), "the browser's console")
 }

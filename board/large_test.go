@@ -64,7 +64,7 @@ func TestLarge(t *testing.T) {
 	large(t, b.Add("large"), 10_000, 50_000)
 	url, err := b.Listen("127.0.0.1:0")
 	require.NoError(t, err)
-	w.do(chromedp.Navigate(url))
+	w.Do(chromedp.Navigate(url))
 	w.see("#chart-loss canvas", "#legend li")
 	require.Eventually(t, func() bool {
 		return eval[int](w, "Lattice.layers().length") == 10
@@ -99,7 +99,7 @@ func TestLarge(t *testing.T) {
 		t.Logf("%.0f MB in the page's process", whole)
 		require.Less(t, whole, 200.0)
 	}
-	require.Empty(t, w.complaints(), "the browser's console")
+	require.Empty(t, w.Complaints(), "the browser's console")
 }
 
 // renderer returns the memory in MB of the largest renderer process that this test has started,

@@ -98,7 +98,7 @@ func TestReplacedLog(t *testing.T) {
 	w := browser(t)
 	folder := writeLog(t, filepath.Join(t.TempDir(), "one"), 8, 2.25)
 	url := logs(t, folder)
-	w.do(chromedp.Navigate(url))
+	w.Do(chromedp.Navigate(url))
 	w.see("#chart-loss canvas", "#events li")
 	require.Contains(t, w.text("#events"), "loss 2.25")
 	shown := func() (cells [][]string) {
@@ -141,7 +141,7 @@ func TestReplacedLog(t *testing.T) {
 		return !strings.Contains(w.text("#events"), "step 5,") &&
 			strings.Contains(w.text("#events"), "step 4,")
 	}, patience, 50*time.Millisecond, "the page says %s", w.text("#events"))
-	require.Empty(t, w.complaints(), "the browser's console")
+	require.Empty(t, w.Complaints(), "the browser's console")
 }
 
 // TestReplacedCheckpoint checks that a run does not get the settings of the run that it has
@@ -226,7 +226,7 @@ func TestCSV(t *testing.T) {
 			run.Take(llm.Event{Kind: llm.StepEnd, Step: step, Loss: -1.5, GradNorm: 1e-7})
 		}
 	}
-	w.do(chromedp.Navigate(url))
+	w.Do(chromedp.Navigate(url))
 	w.see("#chart-loss canvas")
 	require.Eventually(t, func() bool {
 		return eval[int](w, "Board.runs.size") == len(names)

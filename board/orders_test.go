@@ -180,17 +180,17 @@ func TestTelemetryOnThePage(t *testing.T) {
 	b.SetPatience(10 * time.Millisecond)
 	reached, goOn, done := atStep(t, tr, 2)
 	<-reached
-	w.do(chromedp.Navigate(url))
+	w.Do(chromedp.Navigate(url))
 	w.see("#stop")
 	require.Eventually(t, func() bool { // the page may still be drawing its controls
-		w.do(chromedp.SetValue(chromedp.CSS("#control select"), "Off"))
+		w.Do(chromedp.SetValue(chromedp.CSS("#control select"), "Off"))
 		time.Sleep(100 * time.Millisecond)
 		return eval[string](w, `document.querySelector('#control select').value`) == "Off"
 	}, patience, 20*time.Millisecond)
 	eval[bool](w, `[...document.querySelectorAll('#control button')]
 		.find(b => b.textContent === 'Change telemetry').click() || true`)
 	w.see("#confirm-yes")
-	w.do(chromedp.SendKeys(chromedp.CSS("#confirm-who"), "Ann"),
+	w.Do(chromedp.SendKeys(chromedp.CSS("#confirm-who"), "Ann"),
 		chromedp.Click(chromedp.CSS("#confirm-yes")))
 	require.Eventually(t, func() bool {
 		return w.text("#answer") == "Pending: the step takes long, and the request waits for its end."
@@ -206,5 +206,5 @@ func TestTelemetryOnThePage(t *testing.T) {
 		return eval[string](w, "document.querySelector('#events').textContent") ==
 			"step 3, epoch 1Ann asked on the board to measure seeds in mode Off"
 	}, patience, 20*time.Millisecond, "the page says %s", w.text("#events"))
-	require.Empty(t, w.complaints(), "the browser's console")
+	require.Empty(t, w.Complaints(), "the browser's console")
 }

@@ -108,7 +108,7 @@ func TestEverywhere(t *testing.T) {
 	}{{"0", "the run", "func main() {\n\tfmt.Println(", 12}, {"1", name, name + " func", 500}} {
 		everywhere(t, b.Add(run.name), run.blocks, run.sample)
 		w.view(1280, 900, "light")
-		w.do(chromedp.Navigate(url))
+		w.Do(chromedp.Navigate(url))
 		w.see("#chart-loss canvas", "#legend li")
 		eval[bool](w, "Board.choose('"+run.id+"'); true")
 		require.Eventually(t, func() bool {
@@ -142,5 +142,5 @@ func TestEverywhere(t *testing.T) {
 		w.accessible(fmt.Sprint("run ", run.id, " on a phone"))
 	}
 	require.Contains(t, w.text("#runs"), name)
-	require.Empty(t, w.complaints(), "the browser's console")
+	require.Empty(t, w.Complaints(), "the browser's console")
 }

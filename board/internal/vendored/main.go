@@ -25,9 +25,9 @@ var files = []struct{ pack, from, to, sum string }{
 		"df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04"},
 	{"uplot@1.6.32", "package/LICENSE", "page/uplot.LICENSE",
 		"8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd"},
-	{"axe-core@4.14.1", "package/axe.min.js", "testdata/axe.js",
+	{"axe-core@4.14.1", "package/axe.min.js", "../internal/browsertest/axe.js",
 		"29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c"},
-	{"axe-core@4.14.1", "package/LICENSE", "testdata/axe.LICENSE",
+	{"axe-core@4.14.1", "package/LICENSE", "../internal/browsertest/axe.LICENSE",
 		"af175b9d96ee93c21a036152e1b905b0b95304d4ae8c2c921c7609100ba8df7e"},
 }
 
