@@ -47,7 +47,7 @@ type Batcher struct {
 	arrived chan struct{} // receives a value when a job is added to the waiting ones
 
 	// The following fields belong to the goroutine that runs the passes.
-	graphs   map[batchedRows]Runner // without spans in the key
+	graphs   map[passShape]Runner
 	spans    kvcache.Spans
 	kept     []*batchText // most recently used first
 	seen     uint64       // changes of the model at the last pass
@@ -56,15 +56,14 @@ type Batcher struct {
 	last     time.Duration // time of the last pass
 }
 
-// batchedRows describes a graph whose rows are tokens of arbitrary sequences.
-type batchedRows struct {
-	rows, wanted int // number of tokens, and of tokens that get logits
-	spans        *kvcache.Spans
-}
+// passShape is the shape of a graph for a pass: the number of tokens, and of tokens that get logits.
+type passShape struct{ rows, wanted int }
 
-// withBatchedRows makes a ForLogits graph process tokens of arbitrary sequences. Config.Seq, or the
-// window of WithWindow, limits the positions.
-func withBatchedRows(r batchedRows) GraphOption { return func(b *graphBuilder) { b.batched = &r } }
+// withSpans makes a ForLogits graph process the given number of tokens of arbitrary sequences, which
+// spans describes. Config.Seq, or the window of WithWindow, limits the positions.
+func withSpans(rows int, spans *kvcache.Spans) GraphOption {
+	return func(b *graphBuilder) { b.spanRows, b.blocks.Spans = rows, spans }
+}
 
 // A batchText is the part of a text that has been computed.
 type batchText struct {
@@ -100,7 +99,7 @@ func NewBatcher(m *Model, o BatcherOptions) (*Batcher, error) {
 	}
 
 	b := &Batcher{model: m, options: o, arrived: make(chan struct{}, 1), done: make(chan struct{}),
-		graphs: map[batchedRows]Runner{}}
+		graphs: map[passShape]Runner{}}
 	var stop context.CancelCauseFunc
 	b.stopped, stop = context.WithCancelCause(context.Background())
 	b.stop = stop
@@ -398,8 +397,8 @@ const mostGraphs = 24
 
 // graph returns a graph with at least the given number of rows.
 func (b *Batcher) graph(rows, wanted int) (Runner, error) {
-	key := batchedRows{rows: roundRows(rows), wanted: roundRows(max(1, wanted))}
-	if r, ok := b.graphs[key]; ok {
+	shape := passShape{roundRows(rows), roundRows(max(1, wanted))}
+	if r, ok := b.graphs[shape]; ok {
 		return r, nil
 	}
 
@@ -409,15 +408,14 @@ func (b *Batcher) graph(rows, wanted int) (Runner, error) {
 		}
 	}
 
-	with := key
-	with.spans = &b.spans
-	g, err := BuildGraph(b.model.Parts(), ForLogits, 1, withBatchedRows(with))
+	g, err := BuildGraph(b.model.Parts(), ForLogits, 1, withSpans(shape.rows, &b.spans),
+		WithRows(shape.wanted))
 	if err != nil {
 		return Runner{}, err
 	}
 	r, err := runnerOnCPU(g)
 	if err == nil {
-		b.graphs[key] = r
+		b.graphs[shape] = r
 	}
 	return r, err
 }

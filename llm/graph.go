@@ -247,7 +247,7 @@ type graphBuilder struct {
 	wanted     []string      // parameters to differentiate; nil for all that learn
 	blocks     block.Builder // builder for sequences of up to Config.Seq; its Position is set for cached decoding
 	cached     bool          // whether to add a Position
-	batched    *batchedRows  // rows of a graph for arbitrary sequences; nil for other graphs
+	spanRows   int           // rows of a graph with blocks.Spans
 	keeps      bool          // whether to output keys and values for a cached graph
 	out        *Graph
 	nodes      map[string]*gorgonia.Node // parameters by name
@@ -263,8 +263,8 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 			gorgonia.WithName("position"))
 		out.Position = b.blocks.Position
 	}
-	if b.batched != nil {
-		rows, b.blocks.Spans = b.batched.rows, b.batched.spans
+	if b.blocks.Spans != nil {
+		rows = b.spanRows
 	}
 
 	out.IDs = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
@@ -309,8 +309,6 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 			wanted = rows
 		case b.selected > 0:
 			wanted = b.selected
-		case b.batched != nil:
-			wanted = b.batched.wanted
 		}
 		out.Rows = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(wanted),
 			gorgonia.WithName("rows"))
@@ -355,7 +353,7 @@ func (b *graphBuilder) positions(x *gorgonia.Node) (*gorgonia.Node, error) {
 	at := b.blocks.Position
 	switch {
 	case at != nil:
-	case b.out.Starts != nil || b.batched != nil:
+	case b.out.Starts != nil || b.blocks.Spans != nil:
 		b.out.Positions = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(x.Shape()[0]),
 			gorgonia.WithName("positions"))
 		at = b.out.Positions
