@@ -48,7 +48,7 @@ type launchFrame struct {
 	size   uintptr
 	args   []byte
 	config launchConfig
-	attrs  [2]launchAttribute
+	attrs  [3]launchAttribute
 }
 
 // launchConfig is CUlaunchConfig.
@@ -107,13 +107,16 @@ func (c *context) Resident(f *gpu.Function, l gpu.LaunchConfig) (int, error) {
 
 // set stores the configuration of a launch.
 func (frame *launchFrame) set(l gpu.LaunchConfig, s gpu.Stream) {
-	const cluster, overlap = 4, 6
+	const cooperative, cluster, overlap = 2, 4, 6
 	attrs := frame.attrs[:0]
 	if (l.Cluster != gpu.Dim{}) {
 		attrs = append(attrs, launchAttribute{id: cluster, value: l.Cluster.Uint32s()})
 	}
 	if l.Overlap {
 		attrs = append(attrs, launchAttribute{id: overlap, value: [3]uint32{1}})
+	}
+	if l.Cooperative {
+		attrs = append(attrs, launchAttribute{id: cooperative, value: [3]uint32{1}})
 	}
 	frame.config = launchConfig{l.Grid.Uint32s(), l.Block.Uint32s(), uint32(l.Shared), s,
 		&frame.attrs[0], uint32(len(attrs))}

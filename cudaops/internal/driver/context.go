@@ -119,6 +119,16 @@ func (c *context) FreeHost(b []byte) error {
 	return c.call(&c.MemFreeHost, uintptr(unsafe.Pointer(&b[0])))
 }
 
+// PinnedAddress relies on unified addressing, which every supported platform has: host and device use the
+// same addresses.
+func (c *context) PinnedAddress(b []byte) (gpu.Ptr, error) {
+	if len(b) == 0 || !c.pinned.Has(b) {
+		return 0, gpu.NewError("cuMemHostGetDevicePointer", gpu.InvalidValue, "",
+			fmt.Sprintf("%d bytes that AllocHost did not return", len(b)))
+	}
+	return gpu.Ptr(uintptr(unsafe.Pointer(&b[0]))), nil
+}
+
 func (c *context) MemInfo() (free, total uint64, err error) {
 	err = c.call(&c.MemGetInfo, uintptr(unsafe.Pointer(&free)), uintptr(unsafe.Pointer(&total)))
 	return free, total, err

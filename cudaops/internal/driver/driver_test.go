@@ -195,6 +195,39 @@ func TestCluster(t *testing.T) {
 	})
 }
 
+// TestCooperative checks that a cooperative launch runs if its blocks fit the GPU at once and fails
+// otherwise, and that kernels access pinned memory at the address that PinnedAddress returns.
+func TestCooperative(t *testing.T) {
+	each(t, func(t *testing.T, r *rig) {
+		const n = 1000
+		m := must[gpu.Module](t)(r.LoadModule([]byte(ptx)))
+		axpy := r.kernel(t, m, "axpy")
+		host := must[[]byte](t)(r.AllocHost(3 * 4 * n))
+		x := gpu.View[float32](host)
+		copy(x, r.floats(2*n))
+		a := must[gpu.Ptr](t)(r.PinnedAddress(host))
+		b, y := must[gpu.Ptr](t)(r.PinnedAddress(host[4*n:])), a.Offset(2*4*n)
+
+		c := gpu.LaunchConfig{Grid: gpu.Dim{X: 8}, Block: gpu.Dim{X: 128}, Cooperative: true}
+		ok(t, r.Launch(axpy, c, 0, args(y, a, b, float32(-2.5), n)))
+		ok(t, r.SyncStream(0))
+		for i := range n {
+			require.Equal(t, float32(math.FMA(float64(x[n+i]), -2.5, float64(x[i]))), x[2*n+i])
+		}
+
+		resident, err := r.Resident(axpy, c)
+		ok(t, err)
+		c.Grid.X = resident + 1
+		err = r.Launch(axpy, c, 0, args(y, a, b, float32(-2.5), n))
+		require.ErrorIs(t, err, gpu.CooperativeTooLarge)
+		require.ErrorContains(t, err, "cooperative")
+
+		_, err = r.PinnedAddress(make([]byte, 4))
+		require.ErrorIs(t, err, gpu.InvalidValue)
+		ok(t, errors.Join(r.FreeHost(host), r.UnloadModule(m)))
+	})
+}
+
 func TestOrder(t *testing.T) {
 	each(t, func(t *testing.T, r *rig) {
 		s := must[gpu.Stream](t)(r.NewStream(false))

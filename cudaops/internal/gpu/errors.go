@@ -27,6 +27,7 @@ const (
 	ContextIsDestroyed   Status = 709
 	MisalignedAddress    Status = 716
 	LaunchFailed         Status = 719
+	CooperativeTooLarge  Status = 720
 	NotSupported         Status = 801
 	SystemDriverMismatch Status = 803
 	CaptureUnsupported   Status = 900
@@ -45,7 +46,8 @@ var statusNames = map[Status]string{
 	InvalidHandle: "INVALID_HANDLE", NotFound: "NOT_FOUND", NotReady: "NOT_READY",
 	IllegalAddress: "ILLEGAL_ADDRESS", ContextIsDestroyed: "CONTEXT_IS_DESTROYED",
 	MisalignedAddress: "MISALIGNED_ADDRESS", LaunchFailed: "LAUNCH_FAILED",
-	NotSupported: "NOT_SUPPORTED", SystemDriverMismatch: "SYSTEM_DRIVER_MISMATCH",
+	CooperativeTooLarge: "COOPERATIVE_LAUNCH_TOO_LARGE",
+	NotSupported:        "NOT_SUPPORTED", SystemDriverMismatch: "SYSTEM_DRIVER_MISMATCH",
 }
 
 // Error returns CUDA's name of the status, if known.

@@ -90,6 +90,9 @@ type Context interface {
 	// to FreeHost.
 	AllocHost(bytes int) ([]byte, error)
 	FreeHost(b []byte) error
+	// PinnedAddress returns the address at which kernels access pinned memory. b is a slice that
+	// AllocHost returned, or a part of one.
+	PinnedAddress(b []byte) (Ptr, error)
 	// MemInfo returns the free and the total device memory, taking all processes into account.
 	MemInfo() (free, total uint64, err error)
 
@@ -137,6 +140,8 @@ type Context interface {
 	// Resident returns the number of a launch's clusters, or of its blocks if it has no clusters, that
 	// the whole GPU can execute at once.
 	Resident(f *Function, c LaunchConfig) (int, error)
+	// Launch enqueues a kernel. A cooperative launch with more blocks than the whole GPU can execute at
+	// once fails with the status CooperativeTooLarge.
 	Launch(f *Function, c LaunchConfig, s Stream, a *Args) error
 	// EncodeTiled creates the descriptor that kernels use to copy tiles of a tensor. It requires compute
 	// capability 9.0.

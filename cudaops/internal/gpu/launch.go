@@ -80,6 +80,9 @@ type LaunchConfig struct {
 	// Overlap allows the kernel to start before its predecessor in the stream has finished. The kernel
 	// must then execute griddepcontrol.wait before it accesses the predecessor's results.
 	Overlap bool
+	// Cooperative guarantees that all blocks run at the same time, so that they can wait for each other.
+	// A launch with too many blocks for the GPU fails.
+	Cooperative bool
 }
 
 func (c LaunchConfig) String() string {
@@ -87,6 +90,9 @@ func (c LaunchConfig) String() string {
 		c.Shared)
 	if (c.Cluster != Dim{}) {
 		s += fmt.Sprintf(", cluster %v", c.Cluster)
+	}
+	if c.Cooperative {
+		s += ", cooperative"
 	}
 	return s
 }

@@ -26,6 +26,7 @@ type Context struct {
 	top         gpu.Ptr // address of the next block
 	free        uint64  // free device memory in bytes
 	pinnedBytes int
+	hosts       [][]byte // pinned memory
 	clock       time.Duration
 	next        uintptr // last handle assigned
 	streams     map[gpu.Stream]*stream
@@ -203,10 +204,14 @@ const threadsPerSM = 1536 // the minimum of all supported GPUs
 // Resident considers threads and shared memory, where each block reserves an additional 1 KiB.
 func (c *Context) Resident(_ *gpu.Function, l gpu.LaunchConfig) (int, error) {
 	return lockedResult(c, "cuOccupancyMaxActiveBlocksPerMultiprocessor", func() (int, error) {
-		shared := c.info.SharedPerBlock + 1024
-		blocks := min(threadsPerSM/l.Block.Count(), shared/(l.Shared+1024), 32)
-		return blocks * c.info.SMs / l.Cluster.Count(), nil
+		return c.resident(l), nil
 	})
+}
+
+func (c *Context) resident(l gpu.LaunchConfig) int {
+	shared := c.info.SharedPerBlock + 1024
+	blocks := min(threadsPerSM/l.Block.Count(), shared/(l.Shared+1024), 32)
+	return blocks * c.info.SMs / l.Cluster.Count()
 }
 
 // Launch checks the launch against the GPU's limits and enqueues the Go function.
@@ -217,6 +222,9 @@ func (c *Context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *g
 		}
 		if !c.launchable(f, l) {
 			return refused(gpu.InvalidValue, "kernel "+f.Name+" or the GPU does not allow "+l.String())
+		}
+		if l.Cooperative && l.Grid.Count()/l.Cluster.Count() > c.resident(l) {
+			return refused(gpu.CooperativeTooLarge, "kernel "+f.Name+", "+l.String())
 		}
 		kernel := c.driver.config.Kernels[f.Name]
 		args := append([]byte(nil), a.Packed()...)

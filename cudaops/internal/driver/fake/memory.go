@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"unsafe"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
@@ -52,8 +53,21 @@ func (c *Context) find(p gpu.Ptr, n int, s gpu.Status) (b *block, at int, err er
 	return b, at, nil
 }
 
-// resolve returns the n bytes at an address.
+// resolve returns the n bytes at an address of device memory or pinned memory.
 func (c *Context) resolve(p gpu.Ptr, n int, s gpu.Status) ([]byte, error) {
+	for _, b := range c.hosts {
+		base := addressOf(b)
+		if p < base || p >= base+gpu.Ptr(len(b)) {
+			continue
+		}
+		at := int(p - base)
+		if n < 0 || at+n > len(b) {
+			return nil, refused(s, fmt.Sprintf("%d bytes at offset %d of %d bytes of pinned memory", n,
+				at, len(b)))
+		}
+		return b[at : at+n : at+n], nil
+	}
+
 	b, at, err := c.find(p, n, s)
 	if err != nil {
 		return nil, err
@@ -117,6 +131,7 @@ func (c *Context) AllocHost(n int) ([]byte, error) {
 		}
 		b := gpu.Bytes(make([]uint64, (n+7)/8))[:n:n]
 		c.pinned.Add(b)
+		c.hosts = append(c.hosts, b)
 		c.pinnedBytes += n
 		return b, nil
 	})
@@ -129,8 +144,23 @@ func (c *Context) FreeHost(b []byte) error {
 			return err
 		}
 		c.pinnedBytes -= len(b)
+		c.hosts = slices.DeleteFunc(c.hosts, func(h []byte) bool { return addressOf(h) == addressOf(b) })
 		fill(b, 0xDD)
 		return nil
+	})
+}
+
+// addressOf returns the address of host memory, which the Go runtime does not move.
+func addressOf(b []byte) gpu.Ptr { return gpu.Ptr(uintptr(unsafe.Pointer(unsafe.SliceData(b)))) }
+
+// PinnedAddress returns an address that fake kernels pass to Slice.
+func (c *Context) PinnedAddress(b []byte) (gpu.Ptr, error) {
+	return lockedResult(c, "cuMemHostGetDevicePointer", func() (gpu.Ptr, error) {
+		if len(b) == 0 || !c.pinned.Has(b) {
+			return 0, refused(gpu.InvalidValue, fmt.Sprintf(
+				"%d bytes that AllocHost did not return", len(b)))
+		}
+		return addressOf(b), nil
 	})
 }
 
