@@ -225,13 +225,13 @@ func (g *generator) growth() {
 		by.Validation = g.chance(2)
 	case g.Model.Depth > 0 && g.chance(5):
 		by.Controller = pick(g, "depth", "depth", "schedule")
-		g.Train.Steps, g.Train.Epoch, by.Every = 20, 1, 1
+		g.wholeLives(by)
 	case by.Controller == "script":
 		by.Script = g.lives(sites, g.Train.Steps/g.Train.Epoch, 1, false)
 	case by.Controller == "heuristic":
 		g.Lattices.Gated = g.IntN(2)
 		if g.Model.Depth > 0 || g.Lattices.Gated > 0 {
-			g.Train.Steps, g.Train.Epoch, by.Every = 20, 1, 1
+			g.wholeLives(by)
 		}
 	}
 
@@ -243,6 +243,16 @@ func (g *generator) growth() {
 	if g.Train.Frozen || g.chance(3) {
 		// Add orders that compete with the controller. The controller will reject several.
 		g.Orders = g.lives(sites, g.Train.Steps, 0, true)
+	}
+}
+
+// wholeLives makes the run long enough for a blueprint to pass through all stages, which takes 20 epochs.
+// The trainer refuses shorter runs. A budget of FLOPs ends after fewer steps than planned if the model
+// grows.
+func (g *generator) wholeLives(by *Growth) {
+	g.Train.Steps, g.Train.Epoch, by.Every = 20, 1, 1
+	if g.Train.Budget == "flops" {
+		g.Train.Steps = 40
 	}
 }
 
