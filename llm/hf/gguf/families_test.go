@@ -41,7 +41,8 @@ func TestGPT2(t *testing.T) {
 	require.Len(t, tensors, 3+1+2*12)
 }
 
-// TestOLMo2 checks the names of OLMo 2's norms, and that the rows of its heads keep their order.
+// TestOLMo2 checks the names of OLMo 2's norms, that the rows of its heads keep their order, and that the
+// output layer is written although the model shares it with the embedding: llama.cpp requires it.
 func TestOLMo2(t *testing.T) {
 	f, m := load(t, "../testdata/tiny-olmo2")
 	path := filepath.Join(t.TempDir(), "m.gguf")
@@ -60,4 +61,6 @@ func TestOLMo2(t *testing.T) {
 	}
 
 	require.NotContains(t, tensors, "blk.1.attn_norm.weight")
+	require.False(t, m.Config.Untied)
+	require.Equal(t, m.Param("model.embed_tokens.weight").Float32s(), tensors["output.weight"].values())
 }

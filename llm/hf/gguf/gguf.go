@@ -71,6 +71,9 @@ type architecture struct {
 	fused bool
 	// outBias reports whether the output layer of attention may have a bias.
 	outBias bool
+	// ownOutput reports whether llama.cpp needs a tensor for the output layer even if the model uses
+	// its embedding table there.
+	ownOutput bool
 }
 
 // architectures maps family names from config.json to llama.cpp's architectures.
@@ -81,7 +84,7 @@ var architectures = map[string]architecture{
 	"qwen3":   {name: "qwen3"},
 	"gpt2": {name: "gpt2", learned: true, layerNorm: true, fused: true, outBias: true,
 		parts: map[string]string{"self_attn.q_proj": "attn_qkv"}},
-	"olmo2": {name: "olmo2", parts: map[string]string{
+	"olmo2": {name: "olmo2", ownOutput: true, parts: map[string]string{
 		"post_attention_layernorm":   "post_attention_norm",
 		"post_feedforward_layernorm": "post_ffw_norm",
 	}},
@@ -359,7 +362,7 @@ var partNames = map[string]string{
 // nameOf returns llama.cpp's name for a parameter.
 func (a architecture) nameOf(name string) (string, error) {
 	switch name {
-	case "model.embed_tokens.weight":
+	case embedding:
 		return "token_embd.weight", nil
 	case positions:
 		return "position_embd.weight", nil
@@ -368,7 +371,7 @@ func (a architecture) nameOf(name string) (string, error) {
 	case "model.norm.bias":
 		return "output_norm.bias", nil
 	case "lm_head.weight":
-		return "output.weight", nil
+		return output, nil
 	}
 
 	block, part, ok := strings.Cut(strings.TrimPrefix(name, "model.layers."), ".")
@@ -382,8 +385,11 @@ func (a architecture) nameOf(name string) (string, error) {
 	return "", fmt.Errorf("llama.cpp has no tensor for %s", name)
 }
 
-// positions names the table of learned positions.
-const positions = "model.embed_positions.weight"
+const (
+	embedding = "model.embed_tokens.weight"    // the parameter with the embedding table
+	positions = "model.embed_positions.weight" // the parameter with the table of learned positions
+	output    = "output.weight"                // llama.cpp's tensor for the output layer
+)
 
 // together returns, in order, the parameters fused into one tensor with the given one. It returns nil
 // if the parameter belongs to an earlier one's tensor.

@@ -176,6 +176,10 @@ func (a architecture) layoutOf(c llm.Config, t Type) (all []source, params [][]s
 				"of %d: ask for f16", name, width, blockSize)
 		}
 		all, params = append(all, s), append(params, parts)
+		if name == embedding && a.ownOutput && !c.Untied {
+			s.name = output
+			all, params = append(all, s), append(params, parts)
+		}
 	}
 
 	return all, params, nil
