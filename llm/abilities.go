@@ -1,8 +1,11 @@
 package llm
 
 import (
+	"context"
+
 	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -11,11 +14,12 @@ import (
 
 // Optional abilities of the engine on the CPU.
 var (
-	_ Sensor   = (*cpuEngine)(nil)
-	_ Listener = (*cpuEngine)(nil)
-	_ Profiler = (*cpuEngine)(nil)
-	_ Chooser  = (*cpuEngine)(nil)
-	_ Measurer = (*cpuEngine)(nil)
+	_ Sensor          = (*cpuEngine)(nil)
+	_ PreferenceMeter = (*cpuEngine)(nil)
+	_ Listener        = (*cpuEngine)(nil)
+	_ Profiler        = (*cpuEngine)(nil)
+	_ Chooser         = (*cpuEngine)(nil)
+	_ Measurer        = (*cpuEngine)(nil)
 )
 
 // A Stepper is an [Engine] that can compute the last batch of a step and perform the update without
@@ -57,6 +61,15 @@ type Listener interface {
 	// Gradient returns the gradient of a parameter, gathered since the last Drop, as a []float32 or a
 	// []float64. The caller must not retain it.
 	Gradient(param string) (any, error)
+}
+
+// A PreferenceMeter is an [Engine] that can train on preference pairs.
+type PreferenceMeter interface {
+	Engine
+	// LogProbs returns the log-probabilities of the targets of a batch, and 0 for tokens without target.
+	LogProbs(ctx context.Context, b data.Batch) ([]float64, error)
+	// TakePreferences returns the figures of all pairs since the last call, at all ranks together.
+	TakePreferences() op.PreferenceFigures
 }
 
 // A Keeper is an [Engine] that can hand its parameters over to the next engine for the same model,

@@ -14,6 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
+	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -28,8 +29,12 @@ type training struct {
 	ValLoss      jsonfloat.Float   `json:"val_loss"`
 	ValBPB       jsonfloat.Float   `json:"val_bpb"`
 	LossScale    *LossScale        `json:"loss_scale,omitempty"` // of a Scaler
-	Spent        Budget            `json:"spent,omitzero"`
-	Share        float64           `json:"share,omitempty"`
+
+	Preferences    op.PreferenceFigures `json:"preferences,omitzero"`
+	ValPreferences op.PreferenceFigures `json:"val_preferences,omitzero"`
+
+	Spent Budget  `json:"spent,omitzero"`
+	Share float64 `json:"share,omitempty"`
 	// sum of the losses of the current epoch's steps
 	Losses jsonfloat.Float `json:"losses,omitempty"`
 	Summed int             `json:"summed,omitempty"` // number of steps in Losses

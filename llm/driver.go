@@ -31,7 +31,8 @@ type update struct {
 	rate, before float64 // the learning rate, and the learning rate of the step before
 	made         bool    // whether the update was, or may have been, applied
 	norm         float64
-	err          error // ErrGradients or ErrOverflow from finish
+	preferences  op.PreferenceFigures // of the step's pairs
+	err          error                // ErrGradients or ErrOverflow from finish
 }
 
 // beforeStep returns a function that undoes a step that fails before its update. It discards the gathered
@@ -53,6 +54,7 @@ func (d *driver) beforeStep() (restore func() error) {
 
 // compute gathers the gradients of all batches of a step and applies its update.
 func (d *driver) compute(u *update) (loss float64, err error) {
+	d.takePreferences()
 	gather := d.gather
 	if d.t.team.ranks() != nil {
 		gather = d.gatherAll
@@ -67,6 +69,7 @@ func (d *driver) compute(u *update) (loss float64, err error) {
 		return 0, d.diverged(fmt.Errorf("the loss is %v", loss))
 	}
 
+	u.preferences = d.takePreferences()
 	if !u.made {
 		if err := d.prepare(u.rate); err != nil {
 			return 0, err
@@ -189,6 +192,15 @@ func (d *driver) diverged(what error) error {
 	}
 	return fmt.Errorf("%w: %w: %s; resume from the last checkpoint with a lower learning rate, "+
 		"or clip gradients", ErrDiverged, what, where)
+}
+
+// takePreferences returns the figures of the preference pairs that the engine has computed since the last
+// call.
+func (d *driver) takePreferences() (f op.PreferenceFigures) {
+	if e, ok := d.engine.(PreferenceMeter); ok && d.t.Config.Preference != nil {
+		f = e.TakePreferences()
+	}
+	return f
 }
 
 // loss returns the model's mean loss on a batch and does not affect training.

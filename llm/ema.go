@@ -12,6 +12,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/parallel"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -35,6 +36,8 @@ type EMA struct {
 	layout   layout // of the averaged model
 	lattices []state.Array
 	params   []Param
+
+	preference *op.Preference // of the run
 }
 
 // NewEMA returns an average with a decay of at least 0 and less than 1, such as 0.999. [Trainer.Use]
@@ -59,6 +62,7 @@ func (e *EMA) FinishStep(u Turn) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	m := u.Model()
+	e.preference = u.t.Config.Preference
 	source := e.sources(m.Config)
 	next := make([]Param, len(now))
 	parallel.Each(len(now), func(i int) {
@@ -154,7 +158,7 @@ func (e *EMA) Evaluate(ctx context.Context, text *data.Evaluation) (loss, bitsPe
 		return 0, 0, err
 	}
 
-	i := &Inference{Model: m}
+	i := &Inference{Model: m, Preference: e.preference}
 	defer i.Close()
 
 	sum := 0.0

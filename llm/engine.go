@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -96,7 +97,7 @@ func newCPUEngine(m *Model, g *Graph, o optim.Optimizer, limit float64,
 		return nil, err
 	}
 
-	t := &cpuEngine{Inference: Inference{Model: m}, optimizer: o, limit: limit,
+	t := &cpuEngine{Inference: Inference{Model: m, Preference: g.preference}, optimizer: o, limit: limit,
 		train: Runner{Graph: g, Machine: machine}, machine: machine,
 		grads: machine.ValueGrads()}
 	if t.limit == 0 {
@@ -154,6 +155,11 @@ func (t *cpuEngine) OpTimes() ([]OpTime, error) {
 			Time: t.took / time.Duration(t.updates)}))
 	}
 	return times, nil
+}
+
+// TakePreferences implements [PreferenceMeter].
+func (t *cpuEngine) TakePreferences() op.PreferenceFigures {
+	return t.train.TakePreferences().Plus(t.Inference.TakePreferences())
 }
 
 // Figures implements [Sensor].
@@ -295,6 +301,9 @@ func (c TrainConfig) Graph(m *Model) (*Graph, error) {
 	}
 	if c.Frozen {
 		opts = append(opts, WithFrozen())
+	}
+	if c.Preference != nil {
+		opts = append(opts, WithPreference(*c.Preference))
 	}
 	if len(c.Tuned) > 0 {
 		opts = append(opts, WithTuned(c.Tuned...))

@@ -5,6 +5,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/enum"
 	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -49,23 +50,27 @@ type Event struct {
 	Step int // optimizer steps since the model was initialized
 	// maximum number of steps; 2³¹−1 if only a budget ends the run
 	Steps        int
-	Budget       Budget          // of the run
-	Spent        Budget          // so far; Time only for a run on a time budget
-	Share        float64         // fraction of the budget spent, or of the steps without a budget: 0 to 1
-	Last         bool            // whether the run has completed its last step
-	Loss         float64         // training loss of the last step, in nats per token
-	LearningRate float64         // of the last step
-	GradNorm     float64         // global gradient norm of the last step, before clipping
-	StepTokens   int             // tokens in one step
-	RunTokens    int64           // tokens trained on since this process started the run
-	RunFLOPs     float64         // operations for those tokens, as counted by Config.FLOPs
-	Elapsed      time.Duration   // time since this process started the run
-	ValLoss      float64         // held-out loss in nats per token; NaN before the first evaluation
-	ValBPB       float64         // held-out bits per byte; NaN before the first evaluation
-	Path         string          // Saved: the checkpoint's file
-	Text         string          // Sampled: prompt and continuation
-	Ops          []optime.OpTime // Profiled: times of the engine's ops
-	Choices      []optime.Choice // Chosen: how the engine computes its ops
+	Budget       Budget        // of the run
+	Spent        Budget        // so far; Time only for a run on a time budget
+	Share        float64       // fraction of the budget spent, or of the steps without a budget: 0 to 1
+	Last         bool          // whether the run has completed its last step
+	Loss         float64       // training loss of the last step, in nats per token
+	LearningRate float64       // of the last step
+	GradNorm     float64       // global gradient norm of the last step, before clipping
+	StepTokens   int           // tokens in one step
+	RunTokens    int64         // tokens trained on since this process started the run
+	RunFLOPs     float64       // operations for those tokens, as counted by Config.FLOPs
+	Elapsed      time.Duration // time since this process started the run
+	ValLoss      float64       // held-out loss in nats per token; NaN before the first evaluation
+	ValBPB       float64       // held-out bits per byte; NaN before the first evaluation
+	// Preferences are the figures of the preference pairs of the last step, and ValPreferences those of
+	// the last evaluation, if the run trains on pairs.
+	Preferences, ValPreferences op.PreferenceFigures
+
+	Path    string          // Saved: the checkpoint's file
+	Text    string          // Sampled: prompt and continuation
+	Ops     []optime.OpTime // Profiled: times of the engine's ops
+	Choices []optime.Choice // Chosen: how the engine computes its ops
 
 	Ceiling  optime.Ceiling // of all devices together; 0 before Measured
 	Lattices []Lattice      // locations of the model's seeds

@@ -38,7 +38,12 @@ type Graph struct {
 	// Positions holds the position of each row, an int [Batch·Seq] like Batch.Positions. It is nil
 	// unless the model uses learned position embeddings, in which case rows may have any position.
 	Positions *gorgonia.Node
-	Loss      *gorgonia.Node // mean cross-entropy in nats per token; nil ForLogits
+	Loss      *gorgonia.Node // mean cross-entropy in nats per token, or loss of pairs; nil ForLogits
+	// Answers and Reference are the inputs of a graph with the loss of preference pairs: an int
+	// [Batch·Seq] like Batch.Answers, and numbers [Batch·Seq] like Batch.Reference.
+	Answers, Reference *gorgonia.Node
+	// LogProbs [Batch·Seq] holds the log-probabilities of the targets in a graph with WithLogProbs.
+	LogProbs *gorgonia.Node
 	// Rows selects, ForLogits, the rows of Batch·Seq for which logits are computed: an int [Batch],
 	// [Batch·Seq] with WithAllPositions, or [n] with WithRows(n).
 	Rows *gorgonia.Node
@@ -50,6 +55,8 @@ type Graph struct {
 	// Learning lists the Params with gradients in a ForTraining graph. These are all Params, only the
 	// planted ones in a frozen model, or the parameters named by withGradients.
 	Learning gorgonia.Nodes
+
+	preference *op.Preference
 
 	share   *gorgonia.Node // the batch's share of the loss of a step, if that is an input
 	shares  int            // batches in a step, if share is an input
@@ -103,6 +110,13 @@ func withLossShare(n int) GraphOption { return func(b *graphBuilder) { b.shares 
 // The gradients of batches with different numbers of targets then add up to the gradient of the mean over
 // all targets.
 func withTokenMean() GraphOption { return func(b *graphBuilder) { b.tokenMean = true } }
+
+// WithPreference makes a graph with a loss compute the mean loss of preference pairs instead of the
+// cross-entropy, as [TrainConfig.Preference] does.
+func WithPreference(p op.Preference) GraphOption { return func(b *graphBuilder) { b.preference = &p } }
+
+// WithLogProbs makes a ForLoss graph compute the log-probability of each target instead of the loss.
+func WithLogProbs() GraphOption { return func(b *graphBuilder) { b.logProbs = true } }
 
 // withGradients limits the gradients to the named parameters, whether they learn or not. It is meant
 // for measuring gradients, and such graphs never lead to updates.
@@ -242,9 +256,11 @@ type graphBuilder struct {
 	selected   int // number of rows that get logits; 0 for one per sequence
 	shares     int
 	tokenMean  bool
-	tuned      []string      // only these and adapters learn; nil for all
-	frozen     bool          // only the parameters of planted blueprints learn
-	wanted     []string      // parameters to differentiate; nil for all that learn
+	tuned      []string // only these and adapters learn; nil for all
+	frozen     bool     // only the parameters of planted blueprints learn
+	wanted     []string // parameters to differentiate; nil for all that learn
+	preference *op.Preference
+	logProbs   bool
 	blocks     block.Builder // builder for sequences of up to Config.Seq; its Position is set for cached decoding
 	cached     bool          // whether to add a Position
 	spanRows   int           // rows of a graph with blocks.Spans
@@ -255,7 +271,8 @@ type graphBuilder struct {
 
 func (b *graphBuilder) build(batch int) (*Graph, error) {
 	c, rows := b.Config, batch*b.blocks.Seq
-	out := &Graph{G: b.g, Kind: b.kind, Batch: batch, blocks: &b.blocks, keeps: b.keeps}
+	out := &Graph{G: b.g, Kind: b.kind, Batch: batch, preference: b.preference, blocks: &b.blocks,
+		keeps: b.keeps}
 	b.out = out
 	if b.cached {
 		rows = 1
@@ -334,18 +351,58 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 	case ForTraining, ForLoss:
 		out.Targets = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
 			gorgonia.WithName("targets"))
-		loss := op.LinearCrossEntropy
-		if b.freezes(c.headParam()) {
-			loss = op.FrozenLinearCrossEntropy
-		}
-		if out.Loss, err = loss(x, head, out.Targets); err != nil ||
-			b.kind == ForLoss {
+		if err := b.loss(x, head); err != nil || b.kind == ForLoss {
 			return out, err
 		}
 		return out, b.differentiate(out)
 	}
 
 	return nil, errors.New("unknown kind of graph")
+}
+
+// loss adds the loss, or the log-probabilities of the targets, from the final states x.
+func (b *graphBuilder) loss(x, head *gorgonia.Node) (err error) {
+	out, frozen := b.out, b.freezes(b.Config.headParam())
+	if b.preference == nil && !b.logProbs {
+		loss := op.LinearCrossEntropy
+		if frozen {
+			loss = op.FrozenLinearCrossEntropy
+		}
+		out.Loss, err = loss(x, head, out.Targets)
+		return err
+	}
+
+	logProbs := op.LinearLogProbs
+	if frozen {
+		logProbs = op.FrozenLinearLogProbs
+	}
+	y, err := logProbs(x, head, out.Targets)
+	if err != nil {
+		return err
+	}
+
+	if b.logProbs {
+		out.LogProbs = y
+		return nil
+	}
+
+	rows := gorgonia.WithShape(y.Shape()[0])
+	out.Answers = gorgonia.NewTensor(b.g, tensor.Int, 1, rows, gorgonia.WithName("answers"))
+	out.Reference = gorgonia.NewTensor(b.g, b.dtype(), 1, rows, gorgonia.WithName("reference"))
+	out.Loss, err = op.PreferenceLoss(y, out.Reference, out.Answers, *b.preference)
+	return err
+}
+
+// TakePreferences returns the figures of all preference pairs that the graph has computed since the last
+// call.
+func (g *Graph) TakePreferences() (f op.PreferenceFigures) {
+	if g == nil || g.Loss == nil {
+		return f
+	}
+	if o, ok := g.Loss.Op().(*op.PreferenceLossOp); ok {
+		f = o.TakeFigures()
+	}
+	return f
 }
 
 // positions adds to x the learned embedding of each row's position.

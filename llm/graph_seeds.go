@@ -88,6 +88,10 @@ func (g *Graph) Outputs() gorgonia.Nodes {
 		return all
 	}
 
+	if g.LogProbs != nil {
+		return gorgonia.Nodes{g.LogProbs}
+	}
+
 	all := gorgonia.Nodes{g.Loss}
 	for i, h := range g.seeds.health {
 		if !slices.Contains(all, h) {

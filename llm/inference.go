@@ -3,9 +3,12 @@ package llm
 import (
 	"context"
 	"errors"
+	"fmt"
+	"maps"
 	"slices"
 
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/op"
 )
 
 // Inference is the part of an engine that needs no gradients. It builds each of a model's graphs on
@@ -15,12 +18,15 @@ type Inference struct {
 	// Make creates a machine that computes a graph with the model's parameters and keeps Graph.Outputs;
 	// nil selects a machine on the CPU.
 	Make func(*Graph) (Machine, error)
+	// Preference makes Loss return the loss of preference pairs.
+	Preference *op.Preference
 
 	outline  *ModelParts    // replaces Model if the values are on the machines
 	owner    func() error   // frees the values once the machines are closed
 	shape    uint64         // state of the model's blocks when the graphs were built
 	attached []attachedSeed // chunk seeds that the graphs compute
 	losses   map[int]Runner // by batch size
+	logProbs map[int]Runner // by batch size
 	scores   map[scoreShape]Runner
 	decoding *Decoding
 }
@@ -50,7 +56,7 @@ func (i *Inference) parts() (m ModelParts, err error) {
 	attached := attachedTo(i.Model.Kasmina)
 	if i.shape != shapeOf(i.Model) || !slices.Equal(i.attached, attached) {
 		err = i.closeGraphs()
-		i.losses, i.scores, i.decoding = nil, nil, nil
+		i.losses, i.logProbs, i.scores, i.decoding = nil, nil, nil, nil
 		i.shape, i.attached = shapeOf(i.Model), attached
 	}
 
@@ -90,19 +96,84 @@ func (i *Inference) LossContext(ctx context.Context, b data.Batch) (float64, err
 		return 0, err
 	}
 
-	sequences := len(b.Inputs) / m.Config.Seq
-	r, ok := i.losses[sequences]
-	if !ok {
-		if r, err = i.runner(m, ForLoss, sequences); err != nil {
-			return 0, err
-		}
-		if i.losses == nil {
-			i.losses = map[int]Runner{}
-		}
-		i.losses[sequences] = r
+	var opts []GraphOption
+	if i.Preference != nil {
+		opts = append(opts, WithPreference(*i.Preference))
+	}
+	r, err := i.lossRunner(&i.losses, m, b, opts...)
+	if err != nil {
+		return 0, err
 	}
 
 	return r.RunContext(ctx, b)
+}
+
+// lossRunner returns the runner for batches of the size of b from a cache, or adds it.
+func (i *Inference) lossRunner(cache *map[int]Runner, m ModelParts, b data.Batch,
+	opts ...GraphOption) (Runner, error) {
+	sequences := len(b.Inputs) / m.Config.Seq
+	if r, ok := (*cache)[sequences]; ok {
+		return r, nil
+	}
+
+	r, err := i.runner(m, ForLoss, sequences, opts...)
+	if err != nil {
+		return Runner{}, err
+	}
+	if *cache == nil {
+		*cache = map[int]Runner{}
+	}
+	(*cache)[sequences] = r
+	return r, nil
+}
+
+// LogProbs returns the log-probabilities of the targets of a batch in nats, and 0 for tokens without
+// target. It returns context.Cause(ctx) if ctx is done; on the CPU it checks ctx during the batch.
+func (i *Inference) LogProbs(ctx context.Context, b data.Batch) ([]float64, error) {
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+
+	m, err := i.parts()
+	if err != nil {
+		return nil, err
+	}
+
+	r, err := i.lossRunner(&i.logProbs, m, b, WithLogProbs())
+	if err != nil {
+		return nil, err
+	}
+	if err := r.Let(b); err != nil {
+		return nil, err
+	}
+
+	values, err := r.compute(ctx, r.Graph.LogProbs)
+	if err != nil {
+		return nil, err
+	}
+
+	all := make([]float64, len(b.Inputs))
+	switch x := values.(type) {
+	case []float32:
+		for k, v := range x {
+			all[k] = float64(v)
+		}
+	case []float64:
+		copy(all, x)
+	default:
+		return nil, fmt.Errorf("the log-probabilities are a %T", values)
+	}
+
+	return all, nil
+}
+
+// TakePreferences returns the figures of all preference pairs whose loss has been computed since the last
+// call.
+func (i *Inference) TakePreferences() (f op.PreferenceFigures) {
+	for _, sequences := range slices.Sorted(maps.Keys(i.losses)) {
+		f = f.Plus(i.losses[sequences].TakePreferences())
+	}
+	return f
 }
 
 // Decoder implements [Engine].
@@ -141,8 +212,10 @@ func (i *Inference) Close() error {
 
 func (i *Inference) closeGraphs() error {
 	var err error
-	for _, r := range i.losses {
-		err = errors.Join(err, r.Machine.Close())
+	for _, runners := range []map[int]Runner{i.losses, i.logProbs} {
+		for _, r := range runners {
+			err = errors.Join(err, r.Machine.Close())
+		}
 	}
 	for _, r := range i.scores {
 		err = errors.Join(err, r.Machine.Close())

@@ -65,7 +65,13 @@ type EventReceiver interface {
 // A Turn gives a hook access to the trainer while no other goroutine can change the model. It must not
 // be used after the hook has returned, and the hook must not call methods of the trainer that wait
 // for the current step, such as Save.
-type Turn struct{ t *Trainer }
+type Turn struct {
+	t   *Trainer
+	ctx context.Context
+}
+
+// Context returns the context of the run. Hooks that take long should end when it is done.
+func (u Turn) Context() context.Context { return u.ctx }
 
 // Model returns the model. Its parameters may be out of date on the host; see Params.
 func (u Turn) Model() *Model { return u.t.Model }
@@ -130,13 +136,13 @@ func eachPart[Hook Part](t *Trainer, call func(Hook) error) error {
 	return nil
 }
 
-func (t *Trainer) startParts() error {
-	return eachPart(t, func(p RunStarter) error { return p.StartRun(Turn{t}) })
+func (t *Trainer) startParts(ctx context.Context) error {
+	return eachPart(t, func(p RunStarter) error { return p.StartRun(Turn{t, ctx}) })
 }
 
 // prepareParts calls PrepareStep of the parts. If one fails, so does the step at all ranks.
 func (t *Trainer) prepareParts() error {
-	err := eachPart(t, func(p StepPreparer) error { return p.PrepareStep(Turn{t}) })
+	err := eachPart(t, func(p StepPreparer) error { return p.PrepareStep(Turn{t, t.context()}) })
 	if e := t.team.ranks(); e != nil && err != nil {
 		t.team.refuseStep(e, err)
 	}
@@ -144,7 +150,7 @@ func (t *Trainer) prepareParts() error {
 }
 
 func (t *Trainer) finishParts() error {
-	return eachPart(t, func(p StepFinisher) error { return p.FinishStep(Turn{t}) })
+	return eachPart(t, func(p StepFinisher) error { return p.FinishStep(Turn{t, t.context()}) })
 }
 
 // ownParts returns the parts of the trainer itself. The parts that can refuse a checkpoint without reading

@@ -36,7 +36,8 @@ func (p progressPart) Save(w *CheckpointWriter) error {
 	w.run.training = training{Step: e.Step, Spent: t.spent, Share: t.share,
 		Losses: jsonfloat.Float(t.losses), Summed: t.summed, Settings: *t.settings(),
 		Loss: jsonfloat.Float(e.Loss), LearningRate: e.LearningRate, GradNorm: jsonfloat.Float(e.GradNorm),
-		ValLoss: jsonfloat.Float(e.ValLoss), ValBPB: jsonfloat.Float(e.ValBPB)}
+		ValLoss: jsonfloat.Float(e.ValLoss), ValBPB: jsonfloat.Float(e.ValBPB),
+		Preferences: e.Preferences, ValPreferences: e.ValPreferences}
 	return nil
 }
 
@@ -68,6 +69,7 @@ func (p progressPart) Load(r *CheckpointReader) (install func(), err error) {
 			e.Step, e.Loss = run.Step, float64(run.Loss)
 			e.LearningRate, e.GradNorm = run.LearningRate, float64(run.GradNorm)
 			e.ValLoss, e.ValBPB = float64(run.ValLoss), float64(run.ValBPB)
+			e.Preferences, e.ValPreferences = run.Preferences, run.ValPreferences
 		})
 	}, nil
 }

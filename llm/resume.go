@@ -15,6 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/settings"
+	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -246,6 +247,7 @@ func (run *training) begin(keep Keep, l Loader) {
 	run.Loader = data.LoaderState{Seed: l.Config().Seed, Seq: l.Config().Seq, Data: l.State().Data}
 	run.Settings.Seed = l.Config().Seed
 	run.ValLoss, run.ValBPB = unknown, unknown
+	run.Preferences, run.ValPreferences = op.PreferenceFigures{}, op.PreferenceFigures{}
 	if !keep.Optimizer {
 		run.LossScale = nil
 	}
@@ -284,7 +286,8 @@ func (t *Trainer) settings() *settings.Settings {
 	c := t.Config
 	s := &settings.Settings{
 		Plain: settings.Plain{Batch: c.Batch, Accumulate: c.Accumulate, Clip: c.Clip,
-			Epoch: c.Epoch, Frozen: c.Frozen, Directed: c.Directed, Tuned: strings.Join(c.Tuned, " "), Budget: c.Budget.String(), Seed: t.Loader.Config().Seed,
+			Epoch: c.Epoch, Frozen: c.Frozen, Directed: c.Directed, Tuned: strings.Join(c.Tuned, " "),
+			Preference: preferenceText(c.Preference), Budget: c.Budget.String(), Seed: t.Loader.Config().Seed,
 			Tokenizer: t.Loader.Tokenizer(),
 			Optimizer: fmt.Sprintf("%T", t.Optimizer), Engine: t.driver.engineName()},
 		Steps:  c.Steps,
@@ -301,6 +304,14 @@ func (t *Trainer) settings() *settings.Settings {
 	}
 
 	return s
+}
+
+// preferenceText describes the loss of preference pairs, or returns "" for nil.
+func preferenceText(p *op.Preference) string {
+	if p == nil {
+		return ""
+	}
+	return fmt.Sprintf("%s, β %v, smoothing %v", p.Kind, p.Beta, p.Smoothing)
 }
 
 // withRemedy lists differences, with advice on how to resolve them.

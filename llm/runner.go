@@ -185,6 +185,10 @@ func (g *Graph) Let(b data.Batch) error {
 		}
 	}
 
+	if err := g.letAnswers(b); err != nil {
+		return err
+	}
+
 	if err := g.letShare(b.Share); err != nil {
 		return err
 	}
@@ -196,6 +200,29 @@ func (g *Graph) Let(b data.Batch) error {
 	}
 
 	return gorgonia.Let(g.Targets, idTensor(b.Targets))
+}
+
+// letAnswers feeds the preference pairs of a batch to a graph with their loss.
+func (g *Graph) letAnswers(b data.Batch) error {
+	if g.Answers == nil {
+		return nil
+	}
+
+	n := len(b.Inputs)
+	if len(b.Answers) != n || len(b.Reference) != n {
+		return fmt.Errorf("llm: the batch has %d tokens, the answers of %d, and references of %d: a loss of "+
+			"preference pairs needs a loader of pairs", n, len(b.Answers), len(b.Reference))
+	}
+
+	if err := gorgonia.Let(g.Answers, idTensor(b.Answers)); err != nil {
+		return err
+	}
+
+	next := 0
+	return gorgonia.Let(g.Reference, newParamValue(g.Reference.Dtype(), []int{n}, func() float64 {
+		next++
+		return b.Reference[next-1]
+	}))
 }
 
 // letShare sets the input for the batch's share of its step's loss, if there is one.

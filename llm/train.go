@@ -15,6 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/internal/ranks"
+	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -54,6 +55,10 @@ type TrainConfig struct {
 	// parameters learn or, if the model has adapters, only those of the adapters, which learn in any
 	// case. [Config.LastBlocks] names the parameters of the last blocks.
 	Tuned []string
+
+	// Preference trains on preference pairs with the given loss, unless it is nil. The loader must return
+	// pairs, as that of package chatdata for pairs does, and the trainer needs the part [NewReferences].
+	Preference *op.Preference
 
 	// Budget, unless zero, stops the run after the step that exhausts it.
 	Budget Budget
@@ -108,6 +113,12 @@ func (c *TrainConfig) check() error {
 		return fmt.Errorf("llm: TrainConfig.Clip is %v, want a finite number of at least 0", c.Clip)
 	case c.Epoch < 1:
 		return fmt.Errorf("llm: TrainConfig.Epoch is %d, want at least 1", c.Epoch)
+	}
+
+	if c.Preference != nil {
+		if err := c.Preference.Check(); err != nil {
+			return fmt.Errorf("llm: TrainConfig.Preference: %w", err)
+		}
 	}
 
 	if notes, err := json.Marshal(c.Notes); err != nil || len(notes) > modelfile.MaxNotes {
@@ -211,6 +222,11 @@ func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer,
 			"from CacheTokens with a BPE or another tokenizer that has a method EndOfDocument() int")
 	}
 
+	if pairs := l.InUse().Answers != nil; pairs != (c.Preference != nil) {
+		return nil, fmt.Errorf("llm: NewTrainer: TrainConfig.Preference belongs to loaders of preference pairs, "+
+			"such as chatdata.Pairs.Loader returns: it is set: %v, and the loader has pairs: %v", !pairs, pairs)
+	}
+
 	_, c.masked = l.(MaskedLoader)
 	c.adapted = !m.Config.Adapter.IsZero()
 	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c}
@@ -223,6 +239,11 @@ func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer,
 	var err error
 	if t.driver.engine, err = t.driver.newEngine(); err != nil {
 		return nil, err
+	}
+
+	if _, ok := t.driver.engine.(PreferenceMeter); c.Preference != nil && !ok {
+		return nil, errors.Join(fmt.Errorf("llm: NewTrainer: the engine %s cannot train on preference pairs",
+			t.driver.engine.Name()), t.driver.engine.Close())
 	}
 
 	t.driver.name = t.driver.engine.Name()
@@ -461,7 +482,7 @@ func (t *Trainer) begin(ctx context.Context) error {
 		if err := t.team.compare(); err != nil {
 			return err
 		}
-		if err := t.team.agree(t.startParts()); err != nil {
+		if err := t.team.agree(t.startParts(ctx)); err != nil {
 			return err
 		}
 		t.growth.grew = nil
@@ -658,6 +679,7 @@ func (t *Trainer) count(loss float64, u update, began time.Time) error {
 	t.losses, t.summed = t.losses+loss, t.summed+1
 	t.note(func(e *Event) {
 		e.Step, e.Loss, e.LearningRate, e.GradNorm = e.Step+1, loss, u.rate, u.norm
+		e.Preferences = u.preferences
 		e.RunTokens += int64(e.StepTokens)
 		e.RunFLOPs += float64(e.StepTokens) * t.Model.layout().FLOPs()
 	})
@@ -764,6 +786,7 @@ func (t *Trainer) Evaluate(e *data.Evaluation) (loss, bitsPerByte float64, err e
 		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
 	}
 
+	t.driver.takePreferences()
 	var sum float64
 	for b := range e.Batches() {
 		if err := t.stopped(); err != nil {
@@ -776,6 +799,8 @@ func (t *Trainer) Evaluate(e *data.Evaluation) (loss, bitsPerByte float64, err e
 		sum += l * float64(b.Count)
 	}
 
+	pairs := t.driver.takePreferences()
+	t.note(func(e *Event) { e.ValPreferences = pairs })
 	loss, bitsPerByte = e.Score(sum)
 	return loss, bitsPerByte, nil
 }

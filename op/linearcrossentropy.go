@@ -9,8 +9,6 @@
 package op
 
 import (
-	"fmt"
-
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
@@ -47,30 +45,7 @@ func FrozenLinearCrossEntropy(x, w, targets *gorgonia.Node) (*gorgonia.Node, err
 }
 
 func newLinearCrossEntropy(name, config string, x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {
-	ax, aw, at := arg{"x", x}, arg{"w", w}, arg{"targets", targets}
-	if err := checkGraph(name, ax, aw, at); err != nil {
-		return nil, err
-	}
-
-	if err := checkFloats(name, ax, aw); err != nil {
-		return nil, err
-	}
-
-	if err := checkDims(name, ax, 2, "[rows, D]"); err != nil {
-		return nil, err
-	}
-
-	if err := checkDims(name, aw, 2, "[V, D]"); err != nil {
-		return nil, err
-	}
-
-	if err := checkShape(name, aw, fmt.Sprintf("[V, D] with the D of x %v", x.Shape()),
-		w.Shape()[0], x.Shape()[1]); err != nil {
-		return nil, err
-	}
-
-	if err := checkInts(name, at, x.Shape()[0], fmt.Sprintf("one for each row of x %v",
-		x.Shape())); err != nil {
+	if err := checkOutputLayer(name, x, w, targets); err != nil {
 		return nil, err
 	}
 

@@ -25,6 +25,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/parallel"
 	"github.com/kasmina-go/kasmina/llm/runlog"
 	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -41,6 +42,9 @@ const (
 // ten times that, whatever their rank.
 const fullRate = 2e-5
 
+// preferenceRate is the default learning rate of tuning the weights with preference pairs.
+const preferenceRate = 1e-6
+
 // warmupShare is the share of a run during which the learning rate rises.
 const warmupShare = 0.03
 
@@ -54,6 +58,8 @@ type finetuneOptions struct {
 	targets string
 	blocks  int
 	merge   bool
+
+	preference op.Preference // the loss of preference pairs
 
 	epochs    int
 	heldShare float64
@@ -83,16 +89,20 @@ The model learns the assistant's words and the token that ends each turn, or of 
 completion the completion. Everything else is context. Short examples share a sequence, and attention
 does not reach from one into another.
 
+From preference pairs, the model learns to prefer the chosen answer to the rejected one (DPO). What it
+would have answered before training is computed once, before the first step.
+
 The folder --out receives the adapters in the format of PEFT, with the tokenizer and the chat template.
 With --merge, or if there are no adapters, it receives the whole model in the format of transformers. Its
 subfolder run holds the last checkpoint and the log. If a run was interrupted or killed, the same command
 continues it with the same bits as without the interruption.
 
 The last line of output is a JSON object with steps, tokens_per_s, train_loss, val_loss, trained_params,
-peak_gib and out.`,
+peak_gib and out, and for preference pairs reward_margin and reward_accuracy.`,
 		Example: `  kasmina finetune -m Llama-3.2-1B-Instruct -d chat.jsonl -o tuned
   kasmina finetune -m Llama-3.2-1B-Instruct -d chat.jsonl -o merged --merge --epochs 1
-  kasmina finetune -m Llama-3.2-1B-Instruct -d chat.jsonl -o last --method last --blocks 4`,
+  kasmina finetune -m Llama-3.2-1B-Instruct -d chat.jsonl -o last --method last --blocks 4
+  kasmina finetune -m Llama-3.2-1B-Instruct -d preferences.jsonl -o preferred --beta 0.1`,
 		Args:              cobra.NoArgs,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		PreRunE:           func(c *cobra.Command, args []string) error { return recall(c) },
@@ -112,12 +122,19 @@ peak_gib and out.`,
 	f.IntVar(&o.blocks, "blocks", 0, "number of blocks that learn with --method last")
 	f.BoolVar(&o.merge, "merge", false, "merge the adapters into the model and save that")
 	f.IntVarP(&o.train.Steps, "steps", "n", 0, "number of optimizer steps (default: as many as --epochs take)")
-	f.IntVar(&o.epochs, "epochs", 3, "number of passes over the data")
+	f.IntVar(&o.epochs, "epochs", 0, "number of passes over the data (default: 3, or 1 for preference pairs)")
 	f.IntVarP(&o.train.Batch, "batch", "b", 2, "sequences per batch")
 	f.IntVar(&o.train.Accumulate, "accumulate", 4, "batches per step")
 	f.IntVar(&o.seq, "seq", 0, "tokens per sequence (default: as the longest example needs, at least 256 if the "+
 		"model allows that)")
-	f.Float64Var(&o.lr, "lr", 0, "peak learning rate (default: 2e-4 for adapters, 2e-5 for weights)")
+	f.Float64Var(&o.lr, "lr", 0, "peak learning rate (default: 2e-4 for adapters, 2e-5 for weights; for preference "+
+		"pairs 1e-5 and 1e-6)")
+	f.StringVar((*string)(&o.preference.Kind), "preference-loss", string(op.PreferenceSigmoid),
+		"loss of preference pairs: sigmoid (DPO), hinge, ipo or robust")
+	f.Float64Var(&o.preference.Beta, "beta", 0.1, "strength with which preference pairs keep the model close to "+
+		"what it was")
+	f.Float64Var(&o.preference.Smoothing, "label-smoothing", 0, "share of the preference pairs whose answers are "+
+		"assumed to be in the wrong order")
 	f.Float64Var(&o.heldShare, "held-out", 0.05, "share of the examples to evaluate on instead of learning them")
 	f.StringArrayVarP(&o.prompts, "prompt", "p", nil, "`text` to answer after each evaluation; may be repeated "+
 		"(default: that of a held-out example)")
@@ -132,6 +149,7 @@ peak_gib and out.`,
 	f.IntVar(&o.gpus, "gpus", 0, "number of GPUs of this computer to train on, or of processes with --device "+
 		"cpu; they share the batches of a step (--accumulate)")
 	o.machineFlags(c)
+	completeFlag(c, "preference-loss", "sigmoid", "hinge", "ipo", "robust")
 	completeFlag(c, "method", methodLoRA, methodRSLoRA, methodDoRA, methodFull, methodLast)
 	markRequired(c, "model", "data", "out")
 	return c
@@ -148,7 +166,7 @@ func (o *finetuneOptions) checkValues() error {
 		name         string
 		value, least int
 		most         int
-	}{{"steps", o.train.Steps, 0, math.MaxInt}, {"epochs", o.epochs, 1, mostSequences},
+	}{{"steps", o.train.Steps, 0, math.MaxInt}, {"epochs", o.epochs, 0, mostSequences},
 		{"batch", o.train.Batch, 1, mostSequences}, {"accumulate", o.train.Accumulate, 1, mostSequences},
 		{"seq", o.seq, 0, math.MaxInt32}, {"rank", o.rank, 1, 1 << 16}, {"blocks", o.blocks, 0, 1 << 16},
 		{"save-every", o.saveEvery, 0, math.MaxInt}, {"eval-every", o.evalEvery, 0, math.MaxInt},
@@ -171,6 +189,10 @@ func (o *finetuneOptions) checkValues() error {
 		return fmt.Errorf("--held-out is %v, want at least 0 and less than 1", o.heldShare)
 	case !(o.lr >= 0) || math.IsInf(o.lr, 0):
 		return fmt.Errorf("--lr is %v, want a finite number above 0", o.lr)
+	}
+
+	if err := o.preference.Check(); err != nil {
+		return fmt.Errorf("--preference-loss, --beta and --label-smoothing: %w", err)
 	}
 
 	return nil
@@ -228,6 +250,22 @@ type tuningData struct {
 	held     []chatdata.Sequence
 	examples int
 	prompts  []string // rendered
+
+	prefers               bool            // the examples are preference pairs
+	learnPairs, heldPairs *chatdata.Pairs // nil for other examples, or without any
+}
+
+// lengths returns the numbers of tokens of the items that share rows: sequences or pairs.
+func (d *tuningData) lengths(all []chatdata.Sequence) []int {
+	if d.prefers {
+		return chatdata.PairLengths(all)
+	}
+
+	lengths := make([]int, len(all))
+	for i, s := range all {
+		lengths[i] = len(s.IDs) - 1
+	}
+	return lengths
 }
 
 // read reads and checks the data, and divides it into examples to learn and held-out ones.
@@ -255,18 +293,21 @@ func (o *finetuneOptions) read(c *cobra.Command, f *hf.Folder) (*tuningData, err
 		return nil, err
 	}
 
-	d := &tuningData{encoder: e}
+	d := &tuningData{encoder: e, prefers: report.Examples[chatdata.Preference] > 0}
+	if !d.prefers {
+		if unused := given(c, "beta", "preference-loss", "label-smoothing"); len(unused) > 0 {
+			return nil, fmt.Errorf("%s no effect, because %s has no preference pairs: leave it out", have(unused),
+				o.data)
+		}
+	}
+
 	held, err := o.divide(d, report)
 	if err != nil {
 		return nil, err
 	}
 
 	if o.seq == 0 {
-		longest := 0
-		for _, s := range report.Sequences {
-			longest = max(longest, len(s.IDs)-1)
-		}
-		o.seq = max(longest, min(256, f.Config.Seq))
+		o.seq = max(slices.Max(d.lengths(report.Sequences)), min(256, f.Config.Seq))
 	}
 
 	return d, o.renderPrompts(d, held)
@@ -283,11 +324,6 @@ func (o *finetuneOptions) report(ctx context.Context, e *chatdata.Encoder) (*cha
 	report, err := e.Check(file, o.data, func(int) error { return ctx.Err() })
 	if err != nil {
 		return nil, fmt.Errorf("--data: %w", err)
-	}
-
-	if report.Examples[chatdata.Preference] > 0 {
-		return nil, fmt.Errorf("--data: %s has preference pairs, which this command does not learn from: give "+
-			"it the chosen answers as completions", o.data)
 	}
 
 	if n := len(report.Problems); n > 0 {
@@ -405,17 +441,22 @@ func (o *finetuneOptions) renderPrompts(d *tuningData, held map[int]bool) error 
 // choose sets the options that follow from the data.
 func (o *finetuneOptions) choose(d *tuningData) {
 	if o.lr == 0 {
-		if o.lr = fullRate; o.adapts() {
+		if o.lr = fullRate; d.prefers {
+			o.lr = preferenceRate
+		}
+		if o.adapts() {
 			o.lr *= 10
 		}
 	}
 
-	if o.train.Steps == 0 {
-		lengths := make([]int, len(d.learn))
-		for i, s := range d.learn {
-			lengths[i] = len(s.IDs) - 1
+	if o.epochs == 0 {
+		if o.epochs = 3; d.prefers {
+			o.epochs = 1
 		}
-		rows, perStep := len(chatdata.Pack(lengths, o.seq)), o.train.Batch*o.train.Accumulate
+	}
+
+	if o.train.Steps == 0 {
+		rows, perStep := len(chatdata.Pack(d.lengths(d.learn), o.seq)), o.train.Batch*o.train.Accumulate
 		o.train.Steps = max(1, (o.epochs*rows+perStep-1)/perStep)
 	}
 }
@@ -435,6 +476,10 @@ type tuned struct {
 	TrainedParams int      `json:"trained_params"`
 	PeakGiB       float64  `json:"peak_gib"`
 	Out           string   `json:"out"`
+
+	// The figures of preference pairs: of the held-out ones, or else of the last step.
+	RewardMargin   *float64 `json:"reward_margin,omitempty"`
+	RewardAccuracy *float64 `json:"reward_accuracy,omitempty"`
 }
 
 // tune trains from the given stage and saves the result.
@@ -450,7 +495,7 @@ func (o *finetuneOptions) tune(c *cobra.Command, on machines, s stage, f *hf.Fol
 		return err
 	}
 
-	loader, err := chatdata.NewLoader(d.learn, data.LoaderConfig{Batch: o.train.Batch, Seq: o.seq, Seed: o.seed})
+	loader, err := o.loader(d)
 	if err != nil {
 		return fmt.Errorf("--data: %w", err)
 	}
@@ -465,7 +510,7 @@ func (o *finetuneOptions) tune(c *cobra.Command, on machines, s stage, f *hf.Fol
 		return err
 	}
 
-	t, err := o.newTrainer(m, loader, on)
+	t, err := o.newTrainer(m, loader, on, d)
 	if err != nil {
 		return err
 	}
@@ -481,6 +526,25 @@ func (o *finetuneOptions) tune(c *cobra.Command, on machines, s stage, f *hf.Fol
 	defer on.team.Busy("writing the result")()
 
 	return o.publish(c, m, f, result)
+}
+
+// loader returns the loader of the examples to learn. It divides preference pairs into rows, together with
+// the held-out ones.
+func (o *finetuneOptions) loader(d *tuningData) (*chatdata.Loader, error) {
+	if !d.prefers {
+		return chatdata.NewLoader(d.learn, data.LoaderConfig{Batch: o.train.Batch, Seq: o.seq, Seed: o.seed})
+	}
+
+	var err error
+	if d.learnPairs, err = chatdata.NewPairs(d.learn, o.train.Batch, o.seq); err != nil {
+		return nil, err
+	}
+	if len(d.held) > 0 {
+		if d.heldPairs, err = chatdata.NewPairs(d.held, o.train.Batch, o.seq); err != nil {
+			return nil, err
+		}
+	}
+	return d.learnPairs.Loader(o.seed), nil
 }
 
 // lora describes the adapters.
@@ -523,7 +587,8 @@ func (o *finetuneOptions) base() string {
 }
 
 // newTrainer returns the trainer of the run.
-func (o *finetuneOptions) newTrainer(m *llm.Model, l llm.Loader, on machines) (*llm.Trainer, error) {
+func (o *finetuneOptions) newTrainer(m *llm.Model, l llm.Loader, on machines, d *tuningData) (*llm.Trainer,
+	error) {
 	optimizer, err := optim.NewAdamW(optim.WithLR(o.lr), optim.WithWeightDecay(0))
 	if err != nil {
 		return nil, fmt.Errorf("--lr: %w", err)
@@ -552,7 +617,23 @@ func (o *finetuneOptions) newTrainer(m *llm.Model, l llm.Loader, on machines) (*
 	o.train.Clip = 1
 	o.train.Notes = map[string]string{dateNote: o.now.Format(time.DateOnly)}
 	o.train.Engine = o.engine.engine(on)
-	return llm.NewTrainer(m, l, optimizer, o.train)
+	if !d.prefers {
+		return llm.NewTrainer(m, l, optimizer, o.train)
+	}
+
+	o.train.Preference = &o.preference
+	t, err := llm.NewTrainer(m, l, optimizer, o.train)
+	if err != nil {
+		return nil, err
+	}
+	sets := []llm.ReferencedPairs{d.learnPairs}
+	if d.heldPairs != nil {
+		sets = append(sets, d.heldPairs)
+	}
+	if err := t.Use(llm.NewReferences(sets...)); err != nil {
+		return nil, errors.Join(err, t.Close())
+	}
+	return t, nil
 }
 
 // warmupSteps returns the number of steps during which the learning rate rises.
@@ -580,6 +661,10 @@ func (o *finetuneOptions) print(w io.Writer, t *llm.Trainer, l *chatdata.Loader,
 		what = fmt.Sprintf("the last %s and the norm after them", plural(o.blocks, "block"))
 	}
 	fmt.Fprintf(w, "tuning    %s: %d of %d parameters\n", what, t.Last().Params, t.Last().AllParams)
+	if d.prefers {
+		fmt.Fprintf(w, "pairs     loss %s with beta %v and label smoothing %v; what the model answers now is computed "+
+			"once, before the first step\n", o.preference.Kind, o.preference.Beta, o.preference.Smoothing)
+	}
 	fmt.Fprintf(w, "settings  adamw without weight decay, learning rate %.3g (%s of warmup, then linear to 0), "+
 		"gradients clipped to a norm of %v, %s of %s, seed %d\n", o.lr, plural(o.warmupSteps(), "step"), o.train.Clip,
 		plural(o.train.Steps, "step"), plural(o.train.Batch*o.train.Accumulate, "sequence"), o.seed)
@@ -641,6 +726,14 @@ func (o *finetuneOptions) makeSteps(c *cobra.Command, t *llm.Trainer, on machine
 	if v := last.ValLoss; !math.IsNaN(v) {
 		result.ValLoss = &v
 	}
+	if d.prefers {
+		pairs := last.Preferences
+		if last.ValPreferences.Pairs > 0 {
+			pairs = last.ValPreferences
+		}
+		margin, accuracy := pairs.Margin(), pairs.Accuracy()
+		result.RewardMargin, result.RewardAccuracy = &margin, &accuracy
+	}
 
 	return result, err
 }
@@ -671,7 +764,12 @@ func (o *finetuneOptions) watchTuning(c *cobra.Command, t *llm.Trainer, on machi
 
 	t.On(runlog.Progress(shown), runlog.JSON(o.in(logName), runlog.On(on.facts())))
 	if len(d.held) > 0 {
-		e, err := d.encoder.Evaluation(d.held, o.train.Batch, o.seq)
+		var e *data.Evaluation
+		if d.prefers {
+			e, err = d.heldPairs.Evaluation()
+		} else {
+			e, err = d.encoder.Evaluation(d.held, o.train.Batch, o.seq)
+		}
 		if err != nil {
 			return nil, errors.Join(err, stop())
 		}

@@ -17,6 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/chatdata"
 	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/llm/runlog"
 )
 
 // writeTuning writes a file of prompts with completions, and returns its path.
@@ -28,6 +29,19 @@ func writeTuning(t testing.TB, examples int) string {
 			[]string{"granted", "hereby given", "without charge"}[i%3])
 	}
 	path := filepath.Join(t.TempDir(), "tune.jsonl")
+	require.NoError(t, os.WriteFile(path, []byte(text.String()), 0o666))
+	return path
+}
+
+// writePairs writes a file of preference pairs, and returns its path.
+func writePairs(t testing.TB, pairs int) string {
+	t.Helper()
+	var text strings.Builder
+	for i := range pairs {
+		fmt.Fprintf(&text, `{"prompt": "Permission %d is ", "chosen": "granted %d", "rejected": "%sdenied"}`+"\n",
+			i%7, i, strings.Repeat("not ", i%3))
+	}
+	path := filepath.Join(t.TempDir(), "pairs.jsonl")
 	require.NoError(t, os.WriteFile(path, []byte(text.String()), 0o666))
 	return path
 }
@@ -124,11 +138,69 @@ func TestFinetune(t *testing.T) {
 	}
 }
 
+// TestFinetunePrefers checks that the model learns from preference pairs with every loss, on one process and
+// on two, and that the log has the rewards.
+func TestFinetunePrefers(t *testing.T) {
+	pairs := writePairs(t, 40)
+	for name, more := range map[string][]string{
+		"lora":   {"--beta", "0.3"},
+		"full":   {"--method", "full", "--preference-loss", "ipo"},
+		"robust": {"--preference-loss", "robust", "--label-smoothing", "0.1"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := filepath.Join(t.TempDir(), "out")
+			out, err := kasmina(t, finetuneArgs(pairs, dir, more...)...)
+			require.NoError(t, err)
+			result := lastLine(t, out)
+			require.Equal(t, 12, result.Steps)
+			require.Greater(t, *result.RewardMargin, 0.1)
+			require.GreaterOrEqual(t, *result.RewardAccuracy, 0.5)
+
+			steps, evaluations := 0, 0
+			require.NoError(t, runlog.Read(filepath.Join(dir, runFolder, logName), func(r runlog.Record) {
+				switch r.Event {
+				case "step":
+					require.NotNil(t, r.Rewards)
+					steps++
+				case "eval":
+					require.InDelta(t, r.Rewards.Chosen-r.Rewards.Rejected, r.Rewards.Margin, 1e-9)
+					evaluations++
+				}
+			}))
+			require.Equal(t, []int{12, 2}, []int{steps, evaluations})
+
+			together := filepath.Join(t.TempDir(), "out")
+			two, err := program(t, nil, finetuneArgs(pairs, together, append(more, "--gpus", "2")...)...).Output()
+			require.NoError(t, err)
+			other := lastLine(t, string(two))
+			require.Equal(t, result.TrainLoss, other.TrainLoss)
+			require.Equal(t, *result.RewardMargin, *other.RewardMargin)
+		})
+	}
+
+	told := stderrOf(t, finetuneArgs(pairs, filepath.Join(t.TempDir(), "out"), "--lr", "0")...)
+	for _, want := range []string{"loss sigmoid with beta 0.1", "learning rate 1e-05", "40 examples, 2 examples held out"} {
+		require.Contains(t, told, want)
+	}
+}
+
 // TestFinetuneResumes checks that an interrupted and resumed run writes the same bytes as an
 // uninterrupted one.
 func TestFinetuneResumes(t *testing.T) {
-	data := writeTuning(t, 40)
-	more := []string{"--method", "dora", "--dropout", "0.1"}
+	t.Run("dora", func(t *testing.T) {
+		finetuneResumes(t, writeTuning(t, 40), []string{"--method", "dora", "--dropout", "0.1"},
+			[]string{"adapter_model.safetensors", "adapter_config.json"})
+	})
+	t.Run("pairs", func(t *testing.T) {
+		finetuneResumes(t, writePairs(t, 40), nil, []string{"adapter_model.safetensors", "adapter_config.json"})
+	})
+	t.Run("pairs, all weights", func(t *testing.T) {
+		finetuneResumes(t, writePairs(t, 40), []string{"--method", "full"}, []string{"model.safetensors"})
+	})
+}
+
+// finetuneResumes compares the files of an interrupted run with those of an uninterrupted one.
+func finetuneResumes(t *testing.T, data string, more, files []string) {
 	whole := filepath.Join(t.TempDir(), "out")
 	out, err := kasmina(t, finetuneArgs(data, whole, more...)...)
 	require.NoError(t, err)
@@ -153,7 +225,8 @@ func TestFinetuneResumes(t *testing.T) {
 	a, b := lastLine(t, out), lastLine(t, resumed)
 	require.Equal(t, a.TrainLoss, b.TrainLoss)
 	require.Equal(t, a.ValLoss, b.ValLoss)
-	for _, name := range []string{"adapter_model.safetensors", "adapter_config.json"} {
+	require.Equal(t, a.RewardMargin, b.RewardMargin)
+	for _, name := range files {
 		want, err := os.ReadFile(filepath.Join(whole, name))
 		require.NoError(t, err)
 		have, err := os.ReadFile(filepath.Join(stopped, name))
@@ -199,7 +272,9 @@ func TestFinetuneRefuses(t *testing.T) {
 		bad + ":2: the prompt has no answer":  finetuneArgs(bad, "OUT"),
 		bad + ":3: the line is not valid":     finetuneArgs(bad, "OUT"),
 		"2 problems, and nothing was trained": finetuneArgs(bad, "OUT"),
-		"has preference pairs":                finetuneArgs(file(`{"prompt": "a", "chosen": "b", "rejected": "c"}`), "OUT"),
+		"--beta has no effect, because":       finetuneArgs(good, "OUT", "--beta", "0.2"),
+		"β is 0, want":                        finetuneArgs(writePairs(t, 9), "OUT", "--beta", "0"),
+		"two answers of":                      finetuneArgs(writePairs(t, 9), "OUT", "--seq", "20"),
 		"no such file":                        finetuneArgs(filepath.Join(t.TempDir(), "none"), "OUT"),
 		"an answer would be cut off":          finetuneArgs(file(`{"text": "`+strings.Repeat("a b ", 400)+`"}`), "OUT"),
 		"--method is \"other\"":               finetuneArgs(good, "OUT", "--method", "other"),

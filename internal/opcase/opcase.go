@@ -19,7 +19,7 @@ import (
 var All = []*Op{
 	rmsNorm, layerNorm, bias, linear, linearAdd, frozenLinear, geluOp, siluMul, geluMul, siluMLP, geluMLP,
 	lowRankAdapter, rowNorms, scaleColumns, dropout, rope, attention, documentAttention, embedding,
-	crossEntropy, linearCrossEntropy, frozenLinearCrossEntropy, newtonSchulz, kasminaLayer, matMul, add, tanh, softMax,
+	crossEntropy, linearCrossEntropy, frozenLinearCrossEntropy, linearLogProbs, preferenceLoss, newtonSchulz, kasminaLayer, matMul, add, tanh, softMax,
 }
 
 // Op is the entry of an op.

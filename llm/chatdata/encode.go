@@ -108,6 +108,10 @@ func (e *Encoder) Encode(x Example) ([]Sequence, error) {
 			"the template renders the turns of an answer separately")
 	}
 
+	if x.Format == Preference && !x.Completion.IsChat() {
+		alignAnswers(all[0], all[1])
+	}
+
 	for _, s := range all {
 		if err := e.check(&x, s); err != nil {
 			return nil, err
@@ -115,6 +119,17 @@ func (e *Encoder) Encode(x Example) ([]Sequence, error) {
 	}
 
 	return all, nil
+}
+
+// alignAnswers lets both answers of a pair start at the same token. They differ if a token of only one of
+// them includes the end of the prompt. TRL does the same.
+func alignAnswers(chosen, rejected Sequence) {
+	first := min(slices.Index(chosen.Learn, true), slices.Index(rejected.Learn, true))
+	for _, s := range []Sequence{chosen, rejected} {
+		for i := max(0, first); i < len(s.Learn) && !s.Learn[i]; i++ {
+			s.Learn[i] = true
+		}
+	}
 }
 
 // check reports a sequence that is too long or has nothing to learn.

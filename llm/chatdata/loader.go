@@ -17,8 +17,9 @@ import (
 // use.
 type Loader struct {
 	sequences []Sequence
-	rows      [][]int // indices of the sequences in each row
-	targets   []int   // number of targets in each row
+	pairs     *Pairs  // the sequences are answers of these pairs, two for each; nil for other data
+	rows      [][]int // indices of the sequences, or of the pairs, in each row
+	targets   []int   // number of targets in each row, or of pairs
 	vocab     int     // larger than every id
 	config    data.LoaderConfig
 	state     data.LoaderState
@@ -44,7 +45,7 @@ func NewLoader(sequences []Sequence, c data.LoaderConfig) (*Loader, error) {
 			c.Batch, c.Seq)
 	}
 
-	lengths, vocab := make([]int, len(sequences)), 0
+	lengths, learned := make([]int, len(sequences)), false
 	for i, s := range sequences {
 		if len(s.Learn) != len(s.IDs) {
 			return nil, fmt.Errorf("chatdata: NewLoader: %s:%d: %d tokens with a mask of %d", s.File, s.Line,
@@ -58,33 +59,36 @@ func NewLoader(sequences []Sequence, c data.LoaderConfig) (*Loader, error) {
 			lengths[i] = c.Seq + 1 // Pack leaves out sequences longer than a row
 			continue
 		}
-		vocab = max(vocab, slices.Max(s.IDs)+1)
+		learned = true
 	}
 
-	if vocab == 0 {
+	if !learned {
 		return nil, errors.New("chatdata: NewLoader: there is nothing to learn")
 	}
 
-	rows := Pack(lengths, c.Seq)
-	targets := make([]int, len(rows))
-	for r, row := range rows {
+	l := newLoader(sequences, Pack(lengths, c.Seq), c)
+	for r, row := range l.rows {
 		for _, i := range row {
-			targets[r] += sequences[i].targets()
+			l.targets[r] += sequences[i].targets()
+		}
+	}
+	return l, nil
+}
+
+// newLoader returns a loader without the numbers of targets.
+func newLoader(sequences []Sequence, rows [][]int, c data.LoaderConfig) *Loader {
+	l := &Loader{sequences: sequences, rows: rows, targets: make([]int, len(rows)), config: c,
+		state: data.LoaderState{Seed: c.Seed, Seq: c.Seq, Data: fingerprint(sequences)}, epoch: -1}
+	for _, s := range sequences {
+		if s.targets() > 0 {
+			l.vocab = max(l.vocab, slices.Max(s.IDs)+1)
 		}
 	}
 
 	n := c.Batch * c.Seq
-	return &Loader{
-		sequences: sequences,
-		rows:      rows,
-		targets:   targets,
-		vocab:     vocab,
-		config:    c,
-		state:     data.LoaderState{Seed: c.Seed, Seq: c.Seq, Data: fingerprint(sequences)},
-		batch: data.Batch{Inputs: make([]int, n), Targets: make([]int, n), Starts: make([]int, n),
-			Positions: make([]int, n)},
-		epoch: -1,
-	}, nil
+	l.batch = data.Batch{Inputs: make([]int, n), Targets: make([]int, n), Starts: make([]int, n),
+		Positions: make([]int, n)}
+	return l
 }
 
 // targets returns the number of learned tokens. The first token cannot be learned, because nothing
@@ -167,6 +171,11 @@ func (l *Loader) SetState(s data.LoaderState) error {
 
 // Next returns the next batch. Its memory is reused by the following call.
 func (l *Loader) Next() (data.Batch, error) {
+	if l.pairs != nil && l.pairs.references == nil {
+		return data.Batch{}, errors.New("chatdata: the log-probabilities of the pairs from before training are " +
+			"missing: add llm.NewReferences to the trainer")
+	}
+
 	l.batch.Count = 0
 	for i := range l.config.Batch {
 		l.fill(i*l.config.Seq, l.rows[l.nextRow()])
@@ -194,7 +203,7 @@ func (l *Loader) nextRow() int {
 // fill writes a row to the batch, from a position on.
 func (l *Loader) fill(at int, row []int) {
 	b, start := &l.batch, 0
-	for _, i := range row {
+	for _, i := range l.sequencesOf(row) {
 		s := l.sequences[i]
 		n := len(s.IDs) - 1
 		if n < 1 {
@@ -205,17 +214,25 @@ func (l *Loader) fill(at int, row []int) {
 			target := -1
 			if s.Learn[j+1] {
 				target = s.IDs[j+1]
-				b.Count++
+				if l.pairs == nil {
+					b.Count++
+				}
 			}
 			b.Targets[at+start+j] = target
 			b.Starts[at+start+j] = start
 			b.Positions[at+start+j] = j
+		}
+		if l.pairs != nil {
+			l.pairs.fill(b, at, start, i)
 		}
 		start += n
 	}
 
 	// The rest of the row is padding: a sequence without targets.
 	for j := start; j < l.config.Seq; j++ {
+		if l.pairs != nil {
+			b.Answers[at+j], b.Reference[at+j] = -1, 0
+		}
 		b.Inputs[at+j], b.Targets[at+j], b.Starts[at+j], b.Positions[at+j] = 0, -1, start, j-start
 	}
 }

@@ -171,7 +171,10 @@ func (e *Evaluation) Batches() iter.Seq[Batch] {
 
 // Score converts the sum of the losses of all targets, in nats, to the mean loss in nats per token
 // and to bits per byte, sum / (ln 2 · bytes). To form the sum, add the mean loss of each batch
-// times its Count.
+// times its Count. Preference pairs have a loss per pair, and no bits per byte.
 func (e *Evaluation) Score(sum float64) (loss, bitsPerByte float64) {
+	if e.packed != nil && e.packed.Answers != nil {
+		return sum / float64(e.Tokens()), math.NaN()
+	}
 	return sum / float64(e.Tokens()), sum / math.Ln2 / float64(e.Bytes())
 }

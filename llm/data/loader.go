@@ -32,6 +32,15 @@ type Batch struct {
 	// Positions [batch, seq] is the position of each token, for models with learned position
 	// embeddings. If it is nil, positions count from the start of each sequence of the batch.
 	Positions []int
+
+	// Answers [batch, seq] tells to which answer of a preference pair each target belongs: 2·i for the
+	// chosen answer of pair i, 2·i+1 for the rejected one, and negative for all other tokens. It is nil
+	// if the batch does not consist of pairs; otherwise, Count is the number of pairs.
+	Answers []int
+
+	// Reference [batch, seq] holds log-probabilities from before training. Only the sum over the tokens
+	// of an answer matters. It is nil if Answers is nil.
+	Reference []float64
 }
 
 // LoaderConfig configures the size of the batches of a Loader and the seed of their order.

@@ -9,6 +9,9 @@ import (
 // NewPackedEvaluation returns an evaluation of sequences of seq tokens that hold several documents each,
 // or context that is not to be predicted, as those of package chatdata do. rows has a whole number of
 // sequences. bytes is the number of text bytes that the targets stand for.
+//
+// If rows holds preference pairs, pair i starts at token i, and no pair is divided between sequences. The
+// references can change until the evaluation is used.
 func NewPackedEvaluation(rows Batch, bytes, batch, seq int) (*Evaluation, error) {
 	if err := checkBatches(batch, seq); err != nil {
 		return nil, fmt.Errorf("data: NewPackedEvaluation: %w", err)
@@ -32,8 +35,28 @@ func NewPackedEvaluation(rows Batch, bytes, batch, seq int) (*Evaluation, error)
 			"least 1", bytes)
 	}
 
-	rows.Count = countTargets(rows.Targets)
+	if rows.Answers != nil && (len(rows.Answers) != n || len(rows.Reference) != n) {
+		return nil, fmt.Errorf("data: NewPackedEvaluation: the answers of %d tokens and references of %d, want %d",
+			len(rows.Answers), len(rows.Reference), n)
+	}
+
+	rows.Count = rows.count()
 	return &Evaluation{packed: &rows, bytes: bytes, batch: batch, seq: seq}, nil
+}
+
+// count returns the number of targets, or of preference pairs.
+func (b Batch) count() int {
+	if b.Answers == nil {
+		return countTargets(b.Targets)
+	}
+
+	pairs := map[int]bool{}
+	for _, a := range b.Answers {
+		if a >= 0 {
+			pairs[a/2] = true
+		}
+	}
+	return len(pairs)
 }
 
 func countTargets(targets []int) (n int) {
@@ -71,7 +94,16 @@ func (e *Evaluation) packedBatches(yield func(Batch) bool) {
 		copy(b.Targets, e.packed.Targets[at:])
 		copy(b.Starts, e.packed.Starts[at:])
 		copy(b.Positions, e.packed.Positions[at:])
-		b.Count = countTargets(b.Targets)
+		if e.packed.Answers != nil {
+			b.Answers, b.Reference = slices.Repeat([]int{-1}, n), make([]float64, n)
+			copy(b.Reference, e.packed.Reference[at:])
+			for i := range copy(b.Answers, e.packed.Answers[at:]) {
+				if b.Answers[i] >= 0 {
+					b.Answers[i] -= 2 * at // pairs are numbered by their first tokens
+				}
+			}
+		}
+		b.Count = b.count()
 		if !yield(b) {
 			return
 		}

@@ -19,6 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/array"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -156,7 +157,7 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 		name += ", gradients " + p.String()
 	}
 
-	return &engine{name, llm.Inference{Model: b.model, Make: makeMachine}, b.optimizer, b.config.Clip,
+	return &engine{name, llm.Inference{Model: b.model, Make: makeMachine, Preference: b.config.Preference}, b.optimizer, b.config.Clip,
 		g, machine, false, b, false}, nil
 }
 
@@ -197,6 +198,11 @@ func (e *engine) Step(b data.Batch) (loss, norm float64, err error) {
 	loss, norm, err = e.machine.Step(e.graph.Loss)
 	norm, err = e.updated(norm, err)
 	return loss, norm, err
+}
+
+// TakePreferences implements [llm.PreferenceMeter].
+func (e *engine) TakePreferences() op.PreferenceFigures {
+	return e.graph.TakePreferences().Plus(e.Inference.TakePreferences())
 }
 
 // Figures implements [llm.Sensor].

@@ -84,6 +84,9 @@ var (
 	_ llm.ParallelStepper = ranked{}
 	_ llm.Busier          = ranked{}
 	_ parallel.Stepper    = ranked{}
+
+	_ llm.PreferenceMeter = ranked{}
+	_ parallel.Judge      = ranked{}
 )
 
 func newRanked(device *cudaops.Device, precision cudaops.Precision, team *parallel.Team,
@@ -249,6 +252,14 @@ func (r ranked) Add(in parallel.Round) error {
 }
 
 // Land does not wait, because the update is enqueued after the sums.
+// Judged implements [parallel.Judge].
+func (r ranked) Judged() op.PreferenceFigures { return r.graph.TakePreferences() }
+
+// TakePreferences implements [llm.PreferenceMeter].
+func (r ranked) TakePreferences() op.PreferenceFigures {
+	return r.team.TakePairs().Plus(r.Inference.TakePreferences())
+}
+
 func (r ranked) Land() error { return nil }
 
 func (r ranked) Gradients(data.Batch) (float64, error) {

@@ -48,6 +48,9 @@ type engine struct {
 var (
 	_ llm.Parallel = (*engine)(nil)
 	_ llm.Busier   = (*engine)(nil)
+
+	_ llm.PreferenceMeter = (*engine)(nil)
+	_ Judge               = (*engine)(nil)
 )
 
 // Engine creates the engine of this rank, for [llm.TrainConfig.Engine]. The optimizer must be an
@@ -86,7 +89,7 @@ func (t *Team) newEngine(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (*e
 		return nil, err
 	}
 
-	e := &engine{Inference: llm.Inference{Model: m}, team: t, optimizer: partial, config: c,
+	e := &engine{Inference: llm.Inference{Model: m, Preference: c.Preference}, team: t, optimizer: partial, config: c,
 		train: llm.Runner{Graph: g, Machine: machine}, grads: machine.ValueGrads()}
 	if err := o.Declare(e.grads); err != nil {
 		return e, err
@@ -168,6 +171,14 @@ func (e *engine) Compute(b data.Batch, _ Round) (float64, error) {
 		return 0, err
 	}
 	return e.train.Run(b)
+}
+
+// Judged implements [Judge].
+func (e *engine) Judged() op.PreferenceFigures { return e.train.TakePreferences() }
+
+// TakePreferences implements [llm.PreferenceMeter].
+func (e *engine) TakePreferences() op.PreferenceFigures {
+	return e.team.TakePairs().Plus(e.Inference.TakePreferences())
 }
 
 // Land waits until the contribution has been sent and the received contributions have been added.

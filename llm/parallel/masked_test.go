@@ -13,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/chatdata"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/parallel"
+	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -82,5 +83,82 @@ func TestMaskedRanks(t *testing.T) {
 		return err
 	}) {
 		require.NoError(t, err)
+	}
+}
+
+// preferred is the result of training on preference pairs.
+type preferred struct {
+	Losses     []float64
+	Figures    []op.PreferenceFigures
+	References []float64
+}
+
+// trainPairs trains on preference pairs.
+func trainPairs(ctx context.Context, engine func(*llm.Model, optim.Optimizer,
+	llm.TrainConfig) (llm.Engine, error)) (p preferred, err error) {
+	c := llm.Config{Vocab: 64, Dim: 16, Layers: 1, Heads: 2, Seq: 24, Documents: true}.Default()
+	m, err := llm.NewModel(c, tensor.Float32, 7)
+	if err != nil {
+		return p, err
+	}
+
+	var sequences []chatdata.Sequence
+	for i := range 30 {
+		s := chatdata.Sequence{Line: i/2 + 1}
+		for j := range 4 + i%7 {
+			s.IDs, s.Learn = append(s.IDs, (7*i+3*j)%64), append(s.Learn, j > i%3)
+		}
+		sequences = append(sequences, s)
+	}
+
+	pairs, err := chatdata.NewPairs(sequences, 1, c.Seq)
+	if err != nil {
+		return p, err
+	}
+
+	o, err := adamW()
+	if err != nil {
+		return p, err
+	}
+
+	tr, err := llm.NewTrainer(m, pairs.Loader(3), o, llm.TrainConfig{Steps: 6, Batch: 1, Accumulate: 4,
+		Schedule: optim.Constant(o.LR()), Clip: 1, Engine: engine,
+		Preference: &op.Preference{Kind: op.PreferenceSigmoid, Beta: 0.3}})
+	if err != nil {
+		return p, err
+	}
+	defer tr.Close()
+	if err := tr.Use(llm.NewReferences(pairs)); err != nil {
+		return p, err
+	}
+
+	tr.On(func(e llm.Event) error {
+		if e.Kind == llm.StepEnd {
+			p.Losses, p.Figures = append(p.Losses, e.Loss), append(p.Figures, e.Preferences)
+		}
+		return nil
+	})
+	err = tr.Run(ctx)
+	p.References = pairs.References()
+	return p, err
+}
+
+// TestPreferenceRanks checks that several ranks have the losses, the rewards and the references of one, bit
+// for bit, although each has computed only a share of them.
+func TestPreferenceRanks(t *testing.T) {
+	alone, err := trainPairs(t.Context(), nil)
+	require.NoError(t, err)
+	require.Len(t, alone.Losses, 6)
+	require.Positive(t, alone.Figures[5].Pairs)
+	for _, ranks := range []int{2, 3} {
+		for _, err := range on(t, ranks, comm.Options{}, func(rank int, team *parallel.Team) error {
+			together, err := trainPairs(t.Context(), team.Engine)
+			if err == nil {
+				require.Equal(t, alone, together, "rank %d of %d", rank, ranks)
+			}
+			return err
+		}) {
+			require.NoError(t, err)
+		}
 	}
 }

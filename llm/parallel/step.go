@@ -19,6 +19,7 @@ type result struct {
 	Err       string // empty for none
 	NonFinite bool   // the error is op.ErrNonFinite
 	Measured  []state.Measured
+	Pairs     op.PreferenceFigures // of the batch's preference pairs
 }
 
 // unfit reports whether the batch rules out an update.
@@ -77,7 +78,7 @@ func (t *Team) Batches(m *llm.Model, w Worker, n int, next func() (data.Batch, e
 		return nil, err
 	}
 
-	return take(m, n, all)
+	return t.take(m, n, all)
 }
 
 // rounds reads the n batches of a step, calls each for the batches of this rank, and adds the gradients of
@@ -151,8 +152,9 @@ func (t *Team) reports(own report) ([]report, error) {
 	return all, nil
 }
 
-// take merges the telemetry of the batches into the lattices, in order, up to the first failed batch.
-func take(model *llm.Model, n int, all []report) (losses []float64, err error) {
+// take merges the telemetry of the batches into the lattices, in order, up to the first failed batch. It
+// adds up the figures of preference pairs in the same order.
+func (t *Team) take(model *llm.Model, n int, all []report) (losses []float64, err error) {
 	for i := range n {
 		r, at := i%len(all), i/len(all)
 		if at >= len(all[r].Results) {
@@ -172,6 +174,7 @@ func take(model *llm.Model, n int, all []report) (losses []float64, err error) {
 			return nil, err
 		}
 		losses = append(losses, got.Loss)
+		t.pairs = t.pairs.Plus(got.Pairs)
 	}
 
 	return losses, nil
@@ -182,7 +185,7 @@ func compute(m *llm.Model, w Worker, b data.Batch, in Round, i int) result {
 	measured := note(m, i)
 	defer noted(m)
 	loss, err := w.Compute(b, in)
-	return resultOf(loss, measured, err)
+	return resultOf(w, loss, measured, err)
 }
 
 // note makes the lattices record the telemetry of the i-th batch separately until noted is called.
@@ -200,8 +203,18 @@ func noted(m *llm.Model) {
 	}
 }
 
-func resultOf(loss float64, measured []state.Measured, err error) result {
+// A Judge is a [Worker] that computes the loss of preference pairs. Judged returns the figures of the pairs
+// since the last call.
+type Judge interface {
+	Worker
+	Judged() op.PreferenceFigures
+}
+
+func resultOf(w Worker, loss float64, measured []state.Measured, err error) result {
 	r := result{Loss: loss, Measured: measured}
+	if j, ok := w.(Judge); ok {
+		r.Pairs = j.Judged()
+	}
 	if err != nil {
 		r.Err, r.NonFinite = err.Error(), errors.Is(err, op.ErrNonFinite)
 	}
@@ -255,11 +268,11 @@ func (t *Team) Step(m *llm.Model, w Stepper, n int, next func() (data.Batch, err
 	finish := func(loss float64, err error) error {
 		noted(m)
 		if started {
-			results = append(results, resultOf(loss, measured, err))
+			results = append(results, resultOf(w, loss, measured, err))
 		}
 		all, err := t.reports(report{Lattices: own.Lattices, Results: results})
 		if err == nil {
-			step.Losses, err = take(m, n, all)
+			step.Losses, err = t.take(m, n, all)
 		}
 		return err
 	}

@@ -11,6 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/comm/loopback"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/op"
 )
 
 // Team connects a process with the other ranks of a run. Only the training goroutine may call its methods,
@@ -22,6 +23,16 @@ type Team struct {
 	stop  context.CancelFunc
 	watch sync.WaitGroup
 	steps atomic.Int64 // number of steps that have started
+
+	pairs op.PreferenceFigures // since the last call of TakePairs
+}
+
+// TakePairs returns the figures of the preference pairs that all ranks have computed in steps since the last
+// call.
+func (t *Team) TakePairs() op.PreferenceFigures {
+	f := t.pairs
+	t.pairs = op.PreferenceFigures{}
+	return f
 }
 
 // Join connects the ranks of a world on the CPUs of one host. All ranks must call it. The team takes

@@ -23,6 +23,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/op"
 )
 
 // JSON returns a callback that appends one line of JSON per event to the file at path. It creates the
@@ -41,8 +42,9 @@ import (
 //	complete
 //	epoch       epoch, layer, states: the state of each seed, see below
 //	step        train_loss (nats per token), learning_rate, grad_norm, tokens_per_s and flops_per_s
-//	            (averages over elapsed_s), share (completed fraction of a run with a budget)
-//	eval        val_loss (nats per token), val_bpb (bits per byte)
+//	            (averages over elapsed_s), share (completed fraction of a run with a budget); rewards,
+//	            if the run trains on preference pairs, see [Rewards]
+//	eval        val_loss (nats per token), val_bpb (bits per byte), rewards
 //	corrupt     error: the damage that llm.Scrub found in the seeds of a layer
 //	saved       path
 //	sample      text
@@ -210,6 +212,7 @@ type Record struct {
 	FLOPsPerS      *jsonfloat.Float `json:"flops_per_s,omitempty"`
 	ValLoss        *jsonfloat.Float `json:"val_loss,omitempty"`
 	ValBPB         *jsonfloat.Float `json:"val_bpb,omitempty"`
+	Rewards        *Rewards         `json:"rewards,omitempty"`
 	Path           string           `json:"path,omitempty"`
 	Text           string           `json:"text,omitempty"`
 	Ops            []llm.OpTime     `json:"ops,omitempty"`
@@ -222,6 +225,24 @@ type Record struct {
 	Machine  map[string]string `json:"machine,omitempty"` // see [On]
 	Lattices []llm.Lattice     `json:"lattices,omitempty"`
 	Ceiling  *llm.Ceiling      `json:"ceiling,omitempty"`
+}
+
+// Rewards describes preference pairs: the mean rewards of the chosen and the rejected answers, their mean
+// difference, and the fraction of the pairs whose chosen answer has the higher reward.
+type Rewards struct {
+	Chosen   float64 `json:"chosen"`
+	Rejected float64 `json:"rejected"`
+	Margin   float64 `json:"margin"`
+	Accuracy float64 `json:"accuracy"`
+}
+
+// rewards returns the rewards of pairs, or nil if there are none.
+func rewards(f op.PreferenceFigures) *Rewards {
+	if f.Pairs == 0 {
+		return nil
+	}
+	n := float64(f.Pairs)
+	return &Rewards{Chosen: f.Chosen / n, Rejected: f.Rejected / n, Margin: f.Margin(), Accuracy: f.Accuracy()}
 }
 
 func newRecord(e llm.Event) Record {
@@ -245,8 +266,10 @@ func newRecord(e llm.Event) Record {
 		r.Event, r.TrainLoss, r.LearningRate, r.GradNorm = "step", &loss, &learningRate, &gradNorm
 		flopsPerS := jsonfloat.Float(e.RunFLOPs / e.Elapsed.Seconds())
 		r.TokensPerS, r.FLOPsPerS, r.Share = &tokensPerS, &flopsPerS, share(e)
+		r.Rewards = rewards(e.Preferences)
 	case llm.EvalEnd:
 		r.Event, r.ValLoss, r.ValBPB = "eval", &valLoss, &valBPB
+		r.Rewards = rewards(e.ValPreferences)
 	case llm.Saved:
 		r.Event, r.Path = "saved", e.Path
 	case llm.Sampled:

@@ -202,6 +202,10 @@ func (p *progress) bar(e llm.Event) string {
 		parts = append(parts, fmt.Sprintf("val %.4f", e.ValLoss))
 	}
 
+	if f := e.Preferences; f.Pairs > 0 {
+		parts = append(parts, fmt.Sprintf("margin %.3f", f.Margin()))
+	}
+
 	steps, took := e.Step-p.since.Step, float64(e.Elapsed-p.since.Elapsed)
 	if steps > 0 && took > 0 {
 		left := time.Duration(float64(e.Steps-e.Step) * took / float64(steps))

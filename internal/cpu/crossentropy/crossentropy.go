@@ -1,5 +1,5 @@
 // Package crossentropy computes the mean cross-entropy of logits, or of a linear layer without
-// storing all logits at once, and the gradients.
+// storing all logits at once, the log-probability of each target, and the gradients.
 package crossentropy
 
 import (
@@ -65,7 +65,7 @@ func (s *rowLosses[T]) Span(lo, hi int) {
 // of Forward, and 0 for rows without target. dlogits may be logits.
 func Backward[T cpu.Float](dlogits, logits, normalizers []T, targets []int, v int, g T) {
 	cpu.Spread(len(targets), cpu.Grain(20*v),
-		rowGradients[T]{dlogits, logits, normalizers, targets, v, g})
+		rowGradients[T]{dlogits, logits, normalizers, targets, v, g, nil})
 }
 
 // rowGradients are the arguments of Backward.
@@ -74,6 +74,7 @@ type rowGradients[T cpu.Float] struct {
 	targets                      []int
 	v                            int
 	g                            T
+	factors                      []T // of the rows, in addition to g; nil for 1
 }
 
 func (s *rowGradients[T]) Span(lo, hi int) {
@@ -83,10 +84,15 @@ func (s *rowGradients[T]) Span(lo, hi int) {
 			clear(d)
 			continue
 		}
+		g := s.g
+		if s.factors != nil {
+			g *= s.factors[r]
+		}
+
 		m, l := s.normalizers[2*r], s.normalizers[2*r+1]
 		vec.ExpSub(d, s.logits[r*s.v:][:s.v], m)
 		d[s.targets[r]] -= l
-		vec.Scale(d, s.g/l)
+		vec.Scale(d, g/l)
 	}
 }
 
@@ -97,23 +103,54 @@ func chunkRows(v int) int { return max(16, 1<<20/v) }
 // LinearForward returns [Forward] of the logits x·wᵀ, where x is len(targets)×d and w is v×d, and
 // sets normalizers. Logits exist for one chunk of rows at a time.
 func LinearForward[T cpu.Float](normalizers, x, w []T, targets []int, d, v int) float64 {
+	b := cpu.GetBuffers[T]()
+	defer cpu.PutBuffers(b)
+	losses := b.Floats(len(targets))
+	linearLosses(losses, normalizers, x, w, targets, d, v)
+	return vec.Sum(losses) / float64(Targets(targets))
+}
+
+// LogProbs sets each element of y to the log-probability of a row's target under softmax(x·wᵀ), or to 0
+// for a row without target, and sets normalizers as LinearForward does.
+func LogProbs[T cpu.Float](y, normalizers, x, w []T, targets []int, d, v int) {
+	b := cpu.GetBuffers[T]()
+	defer cpu.PutBuffers(b)
+	losses := b.Floats(len(targets))
+	linearLosses(losses, normalizers, x, w, targets, d, v)
+	for r, loss := range losses {
+		y[r] = T(-loss)
+	}
+}
+
+// linearLosses computes the loss of each row of x·wᵀ, or 0 for a row without target, and the normalizers.
+func linearLosses[T cpu.Float](losses []float64, normalizers, x, w []T, targets []int, d, v int) {
 	rows, chunk := len(targets), min(len(targets), chunkRows(v))
 	b := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(b)
-	logits, losses := b.Elements(chunk*v), b.Floats(rows)
+	logits := b.Elements(chunk * v)
 	for lo := 0; lo < rows; lo += chunk {
 		hi := min(lo+chunk, rows)
 		gemm.Linear(logits, x[lo*d:hi*d], w, hi-lo, d, v)
 		cpu.Spread(hi-lo, cpu.Grain(20*v), rowLosses[T]{losses[lo:hi],
 			normalizers[2*lo : 2*hi], logits, targets[lo:hi], v})
 	}
-
-	return vec.Sum(losses) / float64(Targets(targets))
 }
 
 // LinearBackward computes dx and, unless it is empty, dw for the gradient g of the mean loss. It
 // recomputes the logits from x and w, one chunk of rows at a time.
 func LinearBackward[T cpu.Float](dx, dw, x, w, normalizers []T, targets []int, d, v int, g T) {
+	linearBackward(dx, dw, x, w, normalizers, targets, d, v, g, nil)
+}
+
+// LogProbsBackward computes dx and, unless it is empty, dw for the gradients g of the log-probabilities
+// that LogProbs computes.
+func LogProbsBackward[T cpu.Float](dx, dw, x, w, normalizers []T, targets []int, d, v int, g []T) {
+	linearBackward(dx, dw, x, w, normalizers, targets, d, v, -1, g)
+}
+
+// linearBackward computes dx and dw for the gradient g of each row's loss, times the row's factor.
+func linearBackward[T cpu.Float](dx, dw, x, w, normalizers []T, targets []int, d, v int, g T,
+	factors []T) {
 	rows, chunk := len(targets), min(len(targets), chunkRows(v))
 	b := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(b)
@@ -123,7 +160,12 @@ func LinearBackward[T cpu.Float](dx, dw, x, w, normalizers []T, targets []int, d
 		hi := min(lo+chunk, rows)
 		xc := x[lo*d : hi*d]
 		gemm.Linear(logits, xc, w, hi-lo, d, v)
-		Backward(logits, logits, normalizers[2*lo:2*hi], targets[lo:hi], v, g)
+		own := factors
+		if own != nil {
+			own = own[lo:hi]
+		}
+		cpu.Spread(hi-lo, cpu.Grain(20*v), rowGradients[T]{logits, logits, normalizers[2*lo : 2*hi],
+			targets[lo:hi], v, g, own})
 		gemm.Mul(false, false, hi-lo, d, v, 1, logits, v, w, d, 0, dx[lo*d:hi*d], d)
 		if len(dw) > 0 {
 			gemm.Mul(true, false, v, d, hi-lo, 1, logits, v, xc, d, beta, dw, d)

@@ -50,7 +50,8 @@ type Plain struct {
 	Seed       uint64  `json:"seed"` // of the loader
 	Frozen     bool    `json:"frozen,omitempty"`
 	Directed   bool    `json:"directed,omitempty"`
-	Tuned      string  `json:"tuned,omitempty"` // patterns with spaces between them
+	Tuned      string  `json:"tuned,omitempty"`      // patterns with spaces between them
+	Preference string  `json:"preference,omitempty"` // the loss of preference pairs
 	Tokenizer  string  `json:"tokenizer"`
 	Optimizer  string  `json:"optimizer"`
 	Budget     string  `json:"budget,omitempty"`

@@ -1,0 +1,166 @@
+package llm
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+
+	"github.com/kasmina-go/kasmina/llm/data"
+)
+
+// ReferencedPairs are preference pairs that need the log-probabilities of their answers from before
+// training. The pairs of package chatdata implement it.
+type ReferencedPairs interface {
+	// Fingerprint identifies the pairs.
+	Fingerprint() string
+	// References returns a number for each answer, or nil before SetReferences.
+	References() []float64
+	// SetReferences sets all numbers.
+	SetReferences([]float64) error
+	// ComputeReferences returns the numbers, given a function that returns the log-probabilities of the
+	// targets of a batch. Answers whose batch has nil log-probabilities get 0.
+	ComputeReferences(logProbs func(data.Batch) ([]float64, error)) ([]float64, error)
+}
+
+// References is a [Part] that computes the log-probabilities of the answers of preference pairs before the
+// first step. Training needs no second model for them, and checkpoints contain them. If several ranks train,
+// each computes a share.
+//
+// Untrained low-rank adapters change nothing, so the reference of a model with new adapters is its base.
+type References struct{ sets []ReferencedPairs }
+
+var (
+	_ Part       = (*References)(nil)
+	_ RunStarter = (*References)(nil)
+)
+
+// NewReferences returns a part for the pairs of a run, to learn from or to evaluate. [Trainer.Use] adds it
+// to the trainer.
+func NewReferences(sets ...ReferencedPairs) *References { return &References{sets} }
+
+// Name implements [Part].
+func (*References) Name() string { return "references" }
+
+// StartRun implements [RunStarter].
+func (r *References) StartRun(u Turn) error {
+	for _, set := range r.sets {
+		if set.References() != nil {
+			continue
+		}
+		if step := u.Last().Step; step > 0 {
+			return fmt.Errorf("the model has made %d steps, and the log-probabilities from before the first "+
+				"one are not known: start a new run", step)
+		}
+
+		e, ok := u.t.driver.engine.(PreferenceMeter)
+		if !ok {
+			return errors.New("the engine cannot compute log-probabilities")
+		}
+		all, err := r.compute(u, e, set)
+		if err != nil {
+			return err
+		}
+		if err := set.SetReferences(all); err != nil {
+			return err
+		}
+	}
+
+	return nil
+}
+
+// compute computes the references of a set of pairs, together with the other ranks.
+func (r *References) compute(u Turn, e PreferenceMeter, set ReferencedPairs) ([]float64, error) {
+	defer u.t.team.busy("computing the references of the preference pairs")()
+	rank, ranks := 0, 1
+	team := u.t.team.ranks()
+	if team != nil {
+		rank, ranks = team.Rank(), team.Ranks()
+	}
+
+	i := 0
+	own, err := set.ComputeReferences(func(b data.Batch) ([]float64, error) {
+		if i++; (i-1)%ranks != rank {
+			return nil, nil
+		}
+		return e.LogProbs(u.Context(), b)
+	})
+	if team == nil || err != nil {
+		return own, err
+	}
+
+	var text []byte
+	for _, x := range own {
+		text = binary.LittleEndian.AppendUint64(text, math.Float64bits(x))
+	}
+	all, err := team.Exchange(text)
+	if err != nil {
+		return nil, err
+	}
+
+	// Each number comes from one rank, and is 0 at the others.
+	sum := make([]float64, len(own))
+	for from, part := range all {
+		if len(part) != len(text) {
+			return nil, fmt.Errorf("rank %d has %d references, want %d", from, len(part)/8, len(sum))
+		}
+		for k := range sum {
+			sum[k] += math.Float64frombits(binary.LittleEndian.Uint64(part[8*k:]))
+		}
+	}
+	return sum, nil
+}
+
+// Save implements [Part].
+func (r *References) Save(w *CheckpointWriter) error {
+	for i, set := range r.sets {
+		w.Value(fmt.Sprintf("pairs-%d", i), set.Fingerprint())
+		all := set.References()
+		if all == nil {
+			return errors.New("the references have not been computed yet")
+		}
+		if err := w.Tensor(fmt.Sprintf("set-%d", i), []int{len(all)}, all); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Load implements [Part].
+func (r *References) Load(c *CheckpointReader) (install func(), err error) {
+	loaded := make([][]float64, len(r.sets))
+	for i, set := range r.sets {
+		var pairs string
+		if err := c.Value(fmt.Sprintf("pairs-%d", i), &pairs); err != nil {
+			return nil, err
+		}
+		if pairs != set.Fingerprint() {
+			c.Differs("set %d has other pairs", i)
+			continue
+		}
+
+		_, values, err := c.Tensor(fmt.Sprintf("set-%d", i))
+		if err != nil {
+			return nil, err
+		}
+		all, ok := values.([]float64)
+		if !ok {
+			return nil, fmt.Errorf("the references are a %T", values)
+		}
+		for k, x := range all {
+			if x-x != 0 {
+				return nil, fmt.Errorf("reference %d of set %d is %v", k, i, x)
+			}
+		}
+		loaded[i] = all
+	}
+
+	// A set that refuses its references stays without them, and the next run reports that.
+	return func() {
+		for i, all := range loaded {
+			if all != nil {
+				_ = r.sets[i].SetReferences(all)
+			}
+		}
+	}, nil
+}

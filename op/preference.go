@@ -1,0 +1,303 @@
+// The parts of PreferenceLoss:
+//   - shapes and gradients: this file
+//   - CPU: this file
+//   - GPU: cudaops/internal/lower/lower.go, which computes it on the host
+//   - test cases and benchmark: internal/opcase/preference.go
+
+package op
+
+import (
+	"fmt"
+	"math"
+	"strings"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// A PreferenceKind is a formula for the loss of a preference pair. See [Preference].
+type PreferenceKind string
+
+// The kinds of losses, named as in TRL.
+const (
+	PreferenceSigmoid PreferenceKind = "sigmoid"
+	PreferenceHinge   PreferenceKind = "hinge"
+	PreferenceIPO     PreferenceKind = "ipo"
+	PreferenceRobust  PreferenceKind = "robust"
+)
+
+// PreferenceKinds lists the kinds of losses.
+var PreferenceKinds = []PreferenceKind{PreferenceSigmoid, PreferenceHinge, PreferenceIPO, PreferenceRobust}
+
+// Preference configures the loss of preference pairs, each of which consists of a chosen and a rejected
+// answer to the same prompt. Let c and r be the log-probabilities of the two answers minus those that the
+// model before training, the reference, gives them, let z = β·(c−r), and let ε be Smoothing:
+//
+//	sigmoid  −(1−ε)·log σ(z) − ε·log σ(−z)
+//	hinge    max(0, 1−z)
+//	ipo      (c/|chosen| − r/|rejected| − 1/(2β))²
+//	robust   (−(1−ε)·log σ(z) + ε·log σ(−z)) / (1−2ε)
+//
+// |chosen| and |rejected| are the numbers of tokens of the answers.
+//
+// (Rafailov et al., "Direct Preference Optimization", 2023, with the smoothing of Mitchell, "A note on DPO
+// with noisy preferences", 2023; Zhao et al., "SLiC-HF", 2023; Azar et al., "A General Theoretical
+// Paradigm to Understand Learning from Human Preferences", 2023; Chowdhury et al., "Provably Robust DPO",
+// 2024.)
+type Preference struct {
+	Kind      PreferenceKind `json:"kind"`
+	Beta      float64        `json:"beta"`
+	Smoothing float64        `json:"smoothing,omitempty"` // probability that an answer was preferred by mistake
+}
+
+// Check returns an error for settings without meaning.
+func (p Preference) Check() error {
+	smooths := p.Kind == PreferenceSigmoid || p.Kind == PreferenceRobust
+	switch {
+	case !smooths && p.Kind != PreferenceHinge && p.Kind != PreferenceIPO:
+		names := make([]string, len(PreferenceKinds))
+		for i, k := range PreferenceKinds {
+			names[i] = string(k)
+		}
+		return fmt.Errorf("the loss of preference pairs is %.40q, want one of %s", p.Kind,
+			strings.Join(names, ", "))
+	case !(p.Beta > 0) || math.IsInf(p.Beta, 0):
+		return fmt.Errorf("β is %v, want a finite number above 0", p.Beta)
+	case !(p.Smoothing >= 0 && p.Smoothing < 0.5):
+		return fmt.Errorf("the smoothing is %v, want at least 0 and less than 0.5", p.Smoothing)
+	case p.Smoothing > 0 && !smooths:
+		return fmt.Errorf("the smoothing is %v, and the loss %s has none", p.Smoothing, p.Kind)
+	}
+	return nil
+}
+
+// A preferencePair holds the sums for a pair: the log-probabilities of the answers minus those of the
+// reference, and the numbers of their tokens. Index 0 belongs to the chosen answer, 1 to the rejected one.
+type preferencePair struct {
+	ratio [2]float64
+	rows  [2]float64
+}
+
+// loss returns the loss of a pair and its derivatives with respect to both ratios.
+func (p Preference) loss(x preferencePair) (loss float64, grad [2]float64) {
+	if p.Kind == PreferenceIPO {
+		chosen, rejected := max(1, x.rows[0]), max(1, x.rows[1])
+		d := x.ratio[0]/chosen - x.ratio[1]/rejected - 1/(2*p.Beta)
+		return d * d, [2]float64{2 * d / chosen, -2 * d / rejected}
+	}
+
+	z := p.Beta * (x.ratio[0] - x.ratio[1])
+	var slope float64
+	switch p.Kind {
+	case PreferenceHinge:
+		if z < 1 {
+			loss, slope = 1-z, -1
+		}
+	case PreferenceRobust:
+		e := p.Smoothing
+		loss = ((1-e)*softplus(-z) - e*softplus(z)) / (1 - 2*e)
+		slope = (-(1-e)*sigmoid(-z) - e*sigmoid(z)) / (1 - 2*e)
+	default:
+		e := p.Smoothing
+		loss = (1-e)*softplus(-z) + e*softplus(z)
+		slope = -(1-e)*sigmoid(-z) + e*sigmoid(z)
+	}
+
+	return loss, [2]float64{p.Beta * slope, -p.Beta * slope}
+}
+
+// softplus returns log(1+eˣ), which is −log σ(−x).
+func softplus(x float64) float64 { return max(x, 0) + math.Log1p(math.Exp(-math.Abs(x))) }
+
+func sigmoid(x float64) float64 { return 1 / (1 + math.Exp(-x)) }
+
+// PreferenceFigures summarizes preference pairs. The reward of an answer is β times its log-probability
+// minus the log-probability that the reference gives it.
+type PreferenceFigures struct {
+	Pairs    int     `json:"pairs"`
+	Right    int     `json:"right"`    // pairs whose chosen answer has the higher reward
+	Chosen   float64 `json:"chosen"`   // sum of the rewards of the chosen answers
+	Rejected float64 `json:"rejected"` // sum of the rewards of the rejected answers
+}
+
+// Plus returns the figures of the pairs of both.
+func (f PreferenceFigures) Plus(g PreferenceFigures) PreferenceFigures {
+	return PreferenceFigures{f.Pairs + g.Pairs, f.Right + g.Right, f.Chosen + g.Chosen,
+		f.Rejected + g.Rejected}
+}
+
+// Accuracy returns the share of the pairs whose chosen answer has the higher reward.
+func (f PreferenceFigures) Accuracy() float64 { return float64(f.Right) / float64(f.Pairs) }
+
+// Margin returns the mean difference of the rewards of a pair.
+func (f PreferenceFigures) Margin() float64 { return (f.Chosen - f.Rejected) / float64(f.Pairs) }
+
+// PreferenceLossOp is the op that [PreferenceLoss] applies.
+type PreferenceLossOp struct {
+	opbase.Base
+	Preference
+	figures PreferenceFigures
+	pairs   []preferencePair // scratch memory, by number
+}
+
+// PreferenceLoss computes the mean loss of preference pairs from the log-probabilities of their tokens:
+//
+//	loss = mean over pairs of p.loss(Σ logProbs − Σ reference of the chosen answer, and of the rejected)
+//
+// logProbs is [rows] of float32 or float64, and reference has the same type and shape; only the sum over
+// the rows of an answer matters. answers is [rows] of type int: 2·i for the rows of the chosen answer of
+// pair i, 2·i+1 for those of the rejected one, and negative for all other rows. The numbers i need not be
+// consecutive, but must be less than the number of rows. The run returns an error if there are no pairs.
+func PreferenceLoss(logProbs, reference, answers *gorgonia.Node, p Preference) (*gorgonia.Node, error) {
+	const name = "PreferenceLoss"
+	al, ar, aa := arg{"logProbs", logProbs}, arg{"reference", reference}, arg{"answers", answers}
+	if err := checkGraph(name, al, ar, aa); err != nil {
+		return nil, err
+	}
+
+	if err := checkFloats(name, al, ar); err != nil {
+		return nil, err
+	}
+
+	if err := checkDims(name, al, 1, "[rows]"); err != nil {
+		return nil, err
+	}
+
+	rows := logProbs.Shape()[0]
+	because := fmt.Sprintf("one for each of logProbs %v", logProbs.Shape())
+	if err := checkShape(name, ar, because, rows); err != nil {
+		return nil, err
+	}
+
+	if err := checkInts(name, aa, rows, because); err != nil {
+		return nil, err
+	}
+
+	if err := p.Check(); err != nil {
+		return nil, fmt.Errorf("op.%s: %w", name, err)
+	}
+
+	o := &PreferenceLossOp{Preference: p}
+	in := gorgonia.Nodes{logProbs, reference, answers}
+	opbase.Init(&o.Base, o, name, fmt.Sprintf("%s beta=%v smoothing=%v", p.Kind, p.Beta, p.Smoothing), in,
+		logProbs.Dtype(), tensor.Shape{}, preferenceLoss[float32], preferenceLoss[float64])
+	return gorgonia.ApplyOp(o, in...)
+}
+
+// TakeFigures returns the figures of all pairs since the last call.
+func (o *PreferenceLossOp) TakeFigures() PreferenceFigures {
+	f := o.figures
+	o.figures = PreferenceFigures{}
+	return f
+}
+
+// gatherPairs sums up the pairs, and returns their number.
+func gatherPairs[T cpu.Float](o *PreferenceLossOp, logProbs, reference []T, answers []int) (int, error) {
+	if len(o.pairs) != len(answers) {
+		o.pairs = make([]preferencePair, len(answers))
+	}
+	clear(o.pairs)
+
+	for r, a := range answers {
+		switch {
+		case a < 0:
+			continue
+		case a/2 >= len(o.pairs):
+			return 0, fmt.Errorf("answer %d of row %d belongs to pair %d, want less than the %d rows", a, r,
+				a/2, len(answers))
+		}
+		x := &o.pairs[a/2]
+		x.ratio[a%2] += float64(logProbs[r]) - float64(reference[r])
+		x.rows[a%2]++
+	}
+
+	n := 0
+	for _, x := range o.pairs {
+		if x.present() {
+			n++
+		}
+	}
+	if n == 0 {
+		return 0, fmt.Errorf("there are no pairs: %w", ErrNoTargets)
+	}
+
+	return n, nil
+}
+
+// present reports whether a pair has tokens.
+func (x preferencePair) present() bool { return x.rows[0]+x.rows[1] > 0 }
+
+func preferenceLoss[T cpu.Float](o *PreferenceLossOp, loss []T, in opbase.Args) error {
+	n, err := gatherPairs(o, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[int](in, 2))
+	if err != nil {
+		return err
+	}
+
+	sum, own := 0.0, PreferenceFigures{Pairs: n}
+	for _, x := range o.pairs {
+		if !x.present() {
+			continue
+		}
+		l, _ := o.loss(x)
+		sum += l
+		own.Chosen += o.Beta * x.ratio[0]
+		own.Rejected += o.Beta * x.ratio[1]
+		if x.ratio[0] > x.ratio[1] {
+			own.Right++
+		}
+	}
+	o.figures = o.figures.Plus(own)
+
+	loss[0] = T(sum / float64(n))
+	return nil
+}
+
+// DiffWRT reports that the op is differentiable in the log-probabilities.
+func (o *PreferenceLossOp) DiffWRT(int) []bool { return []bool{true, false, false} }
+
+// SymDiff returns the gradient of the log-probabilities.
+func (o *PreferenceLossOp) SymDiff(in gorgonia.Nodes,
+	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
+	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
+		return nil, err
+	}
+
+	b := &PreferenceLossGradOp{Forward: o}
+	b.Differentiates(o)
+	inputs := gorgonia.Nodes{in[0], in[1], in[2], output, grad}
+	opbase.Init(&b.Base, b, "PreferenceLossGrad", fmt.Sprint(o), inputs, in[0].Dtype(), in[0].Shape(),
+		preferenceLossGrad[float32], preferenceLossGrad[float64])
+	dx, err := gorgonia.ApplyOp(b, inputs...)
+	if err != nil {
+		return nil, err
+	}
+
+	return gorgonia.Nodes{dx, nil, nil}, nil
+}
+
+// PreferenceLossGradOp computes the gradient of the log-probabilities from the inputs of
+// [PreferenceLossOp], the loss, and its gradient.
+type PreferenceLossGradOp struct {
+	opbase.Base
+	Forward *PreferenceLossOp
+}
+
+func preferenceLossGrad[T cpu.Float](o *PreferenceLossGradOp, out []T, in opbase.Args) error {
+	answers, g := opbase.Slice[int](in, 2), float64(opbase.Slice[T](in, 4)[0])
+	n, err := gatherPairs(o.Forward, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), answers)
+	if err != nil {
+		return err
+	}
+
+	clear(out)
+	for r, a := range answers {
+		if a >= 0 {
+			_, grad := o.Forward.loss(o.Forward.pairs[a/2])
+			out[r] = T(g / float64(n) * grad[a%2])
+		}
+	}
+	return nil
+}
