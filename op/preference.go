@@ -1,6 +1,6 @@
 // The parts of PreferenceLoss:
 //   - shapes and gradients: this file
-//   - CPU: this file
+//   - CPU: this file, on the base in internal/opbase
 //   - GPU: cudaops/internal/lower/lower.go, which computes it on the host
 //   - test cases and benchmark: internal/opcase/preference.go
 
