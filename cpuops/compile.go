@@ -428,7 +428,7 @@ func takeArena(bytes int) []byte {
 		return *a
 	}
 	raw := make([]byte, bytes+alignment)
-	hugePages(raw)
+	cpu.HugePages(raw)
 	skip := -int(uintptr(unsafe.Pointer(unsafe.SliceData(raw)))) & (alignment - 1)
 	return raw[skip : skip+bytes : skip+bytes]
 }

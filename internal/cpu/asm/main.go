@@ -14,7 +14,7 @@ import (
 )
 
 func main() {
-	part := flag.String("part", "gemm", "what to generate: gemm, vec, rows or kasmina")
+	part := flag.String("part", "gemm", "what to generate: gemm, compact, vec, rows or kasmina")
 	flag.Parse()
 	ConstraintExpr("amd64")
 	switch *part {
@@ -31,6 +31,11 @@ func main() {
 		tile(avx512, bf16)
 		pairCopy()
 		pairTranspose()
+	case "compact":
+		for _, v := range []isa{avx512, avx2} {
+			compact(v, "BF16", compactBF16)
+			compact(v, "Q8", compactQ8)
+		}
 	case "vec":
 		for _, v := range []isa{avx512, avx2} {
 			expSub(v)

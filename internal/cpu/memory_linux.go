@@ -1,4 +1,4 @@
-package cpuops
+package cpu
 
 import (
 	"unsafe"
@@ -6,9 +6,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// hugePages suggests large pages to the kernel for the part of b that covers whole ones, which saves
+// HugePages suggests large pages to the kernel for the part of b that covers whole ones, which saves
 // address translations. The kernel may ignore the suggestion.
-func hugePages(b []byte) {
+func HugePages(b []byte) {
 	const size = 2 << 20
 	skip := -int(uintptr(unsafe.Pointer(unsafe.SliceData(b)))) & (size - 1)
 	if n := (len(b) - skip) &^ (size - 1); n > 0 {

@@ -1,5 +1,0 @@
-//go:build !linux
-
-package cpuops
-
-func hugePages([]byte) {}

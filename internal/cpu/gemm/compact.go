@@ -1,0 +1,396 @@
+package gemm
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math"
+	"sync"
+	"unsafe"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/half"
+)
+
+// CompactType is the type of the weights of a [Compact].
+type CompactType uint8
+
+// The types.
+const (
+	// BFloat16 takes 2 bytes per weight.
+	BFloat16 CompactType = iota + 1
+	// Q8 is llama.cpp's q8_0: 32 neighbors in a row share a scale in float16, and each weight is a
+	// multiple of the scale from -127 to 127. It takes 34 bytes per 32 weights.
+	Q8
+)
+
+// Compact is a matrix of weights, [out, in], in a compact type. It is meant for products with a few rows,
+// which take as long as reading the weights.
+//
+// Rows of the matrix are stored in panels of 32, in the order in which a product reads them:
+//
+//   - BFloat16: for each pair of neighbors in a row, the pairs of all rows of the panel;
+//   - Q8: for each block of 32 neighbors in a row, the scales of all rows, and then for each of the
+//     neighbors the bytes of all rows.
+//
+// The last panel is filled with rows of zeros, and rows are filled with zeros up to a whole pair or block.
+type Compact struct {
+	Type    CompactType
+	Out, In int
+	data    []byte
+}
+
+// Sizes of panels. The assembly depends on them.
+const (
+	compactLanes      = 32 // rows of a panel
+	compactBlock      = 32 // weights that share a scale
+	compactBlockBytes = compactLanes * (2 + compactBlock)
+)
+
+// NewCompact returns a matrix of zeros in memory of the slab.
+func NewCompact(t CompactType, out, in int, slab *cpu.Slab) *Compact {
+	w := &Compact{Type: t, Out: out, In: in}
+	w.data = slab.Take(cpu.CeilDiv(out, compactLanes) * w.panelBytes())
+	return w
+}
+
+// unit returns the number of neighbors in a row that are stored together.
+func (w *Compact) unit() int {
+	if w.Type == BFloat16 {
+		return 2
+	}
+	return compactBlock
+}
+
+// depth returns the number of weights of a stored row.
+func (w *Compact) depth() int { return cpu.CeilDiv(w.In, w.unit()) * w.unit() }
+
+// bytes returns the size of a panel's first k columns, which must be whole units.
+func (w *Compact) bytes(k int) int {
+	if w.Type == BFloat16 {
+		return 2 * compactLanes * k
+	}
+	return k / compactBlock * compactBlockBytes
+}
+
+func (w *Compact) panelBytes() int { return w.bytes(w.depth()) }
+
+// Bytes returns the size of the matrix.
+func (w *Compact) Bytes() int { return len(w.data) }
+
+// Set converts and stores rows from the given one on, which must be a multiple of 32. Only the last rows of
+// the matrix may be fewer than 32. It returns an error if a weight exceeds the range of the type.
+func (w *Compact) Set(row int, values []float32) error {
+	rows := len(values) / max(1, w.In)
+	if row%compactLanes != 0 || rows*w.In != len(values) || row+rows > w.Out ||
+		rows%compactLanes != 0 && row+rows != w.Out {
+		panic("gemm: Compact.Set: the rows are not whole panels of the matrix")
+	}
+
+	panels := cpu.CeilDiv(rows, compactLanes)
+	errs := make([]error, panels)
+	cpu.Parallel(panels, 1, func(lo, hi int) {
+		for p := lo; p < hi; p++ {
+			first := p * compactLanes
+			errs[p] = w.setPanel(row/compactLanes+p, values[first*w.In:min(rows, first+compactLanes)*w.In])
+		}
+	})
+	for p, err := range errs {
+		if err != nil {
+			return fmt.Errorf("rows %d to %d: %w", row+p*compactLanes, row+min(rows, (p+1)*compactLanes)-1, err)
+		}
+	}
+	return nil
+}
+
+func (w *Compact) setPanel(p int, values []float32) error {
+	panel := w.panel(p)
+	for lane := 0; len(values) > 0; lane++ {
+		row := values[:w.In]
+		values = values[w.In:]
+		fits := true
+		if w.Type == BFloat16 {
+			fits = setBF16(panel[4*lane:], row)
+		} else {
+			for b := 0; len(row) > 0 && fits; b++ {
+				n := min(compactBlock, len(row))
+				fits = setBlock(panel[b*compactBlockBytes:], lane, row[:n])
+				row = row[n:]
+			}
+		}
+		if !fits {
+			return fmt.Errorf("a weight is not finite or too large for %v", w.Type)
+		}
+	}
+	return nil
+}
+
+// panel returns the memory of a panel.
+func (w *Compact) panel(p int) []byte {
+	n := w.panelBytes()
+	return w.data[p*n : (p+1)*n : (p+1)*n]
+}
+
+// String returns the type's name.
+func (t CompactType) String() string {
+	switch t {
+	case BFloat16:
+		return "bf16"
+	case Q8:
+		return "q8_0"
+	}
+	return fmt.Sprintf("CompactType(%d)", uint8(t))
+}
+
+// setBF16 stores a row whose first pair is at the start of to.
+func setBF16(to []byte, row []float32) (fits bool) {
+	special := false
+	for i, x := range row {
+		b := half.NewBFloat16(x)
+		special = special || b&0x7f80 == 0x7f80
+		binary.LittleEndian.PutUint16(to[i/2*4*compactLanes+i%2*2:], uint16(b))
+	}
+	return !special
+}
+
+// setBlock stores at most 32 neighbors of the given row of a panel. Weights are rounded as in llama.cpp: the
+// largest one becomes ±127.
+func setBlock(to []byte, lane int, x []float32) (fits bool) {
+	largest := float32(0)
+	for _, v := range x {
+		if v != v {
+			return false
+		}
+		largest = max(largest, v, -v)
+	}
+
+	scale, inverse := largest/127, float32(0)
+	bits, fits := half.Narrow(scale, false)
+	if scale > 0 {
+		inverse = 1 / scale
+	}
+	if math.IsInf(float64(inverse), 0) { // all weights are nearly zero
+		inverse = 0
+	}
+
+	binary.LittleEndian.PutUint16(to[2*lane:], bits)
+	to = to[2*compactLanes+lane:]
+	for i, v := range x {
+		v *= inverse
+		rounded := int8(float64(v) + 0.5)
+		if v < 0 {
+			rounded = int8(float64(v) - 0.5)
+		}
+		to[i*compactLanes] = byte(rounded)
+	}
+	return fits
+}
+
+// Row writes a row of the matrix to y, which has In elements.
+func (w *Compact) Row(y []float32, row int) {
+	panel, lane := w.panel(row/compactLanes), row%compactLanes
+	y = y[:w.In]
+	if w.Type == BFloat16 {
+		for i := range y {
+			y[i] = half.BFloat16(binary.LittleEndian.Uint16(panel[i/2*4*compactLanes+4*lane+i%2*2:])).Float32()
+		}
+		return
+	}
+
+	for len(y) > 0 {
+		scale := float32(half.Float16(binary.LittleEndian.Uint16(panel[2*lane:])).Float64())
+		block := panel[2*compactLanes+lane:]
+		n := min(compactBlock, len(y))
+		for i := range y[:n] {
+			y[i] = scale * float32(int8(block[i*compactLanes]))
+		}
+		y, panel = y[n:], panel[compactBlockBytes:]
+	}
+}
+
+// Expand writes all rows of the matrix to y.
+func (w *Compact) Expand(y []float32) {
+	cpu.Parallel(w.Out, 16, func(lo, hi int) {
+		for row := lo; row < hi; row++ {
+			w.Row(y[row*w.In:], row)
+		}
+	})
+}
+
+// compactKernels multiplies by compact weights with one instruction set.
+type compactKernels struct {
+	bf16, q8 func(*strip)
+	rows     int // maximum number of rows of a strip
+	once     int // maximum number of rows for which the weights are read only once
+}
+
+// strip describes the work of a kernel: C += X·B for m rows of X and C, a panel B of 32 columns and k
+// elements, in whole units. xs and cs are the strides of X and C in bytes. The assembly depends on the
+// offsets of the fields.
+type strip struct {
+	m, k int
+	x    *float32
+	xs   int
+	b    *byte
+	c    *float32
+	cs   int
+}
+
+var compactWith compactKernels
+
+func init() { cpu.OnISA(func(l cpu.ISA) { compactWith = compactKernelsFor(l) }) }
+
+const (
+	// compactRows is the number of rows of X that a core multiplies by a part of a panel before it
+	// continues with the next part. Together they fit in the second-level cache.
+	compactRows = 128
+	// compactDepth is the number of elements along k of such a part, which stays in the first-level
+	// cache.
+	compactDepth = 256
+	// compactSpan is the number of bytes of weights that make a span of work.
+	compactSpan = 32 << 10
+)
+
+// Linear computes y = x·wᵀ for the given number of rows of x. It returns early if stop requests it.
+//
+// Every element of y is summed in the same order for any number of rows and of cores.
+func (w *Compact) Linear(stop *cpu.Stop, y, x []float32, rows int) {
+	if rows <= 0 {
+		return
+	}
+	checkMatrix(y, rows, w.Out, w.Out)
+	checkMatrix(x, rows, w.In, w.In)
+
+	width := w.In
+	if depth := w.depth(); depth != w.In { // x needs zeros for the zeros that fill the rows of w
+		buf := cpu.GetBuffers[float32]()
+		defer cpu.PutBuffers(buf)
+		padded := buf.Elements(rows * depth)
+		for i := range rows {
+			clear(padded[i*depth:][copy(padded[i*depth:], x[i*w.In:][:w.In]):depth])
+		}
+		x, width = padded, depth
+	}
+
+	grain := max(1, compactSpan/w.panelBytes())
+	cpu.Spread(cpu.CeilDiv(w.Out, compactLanes), grain, compactProduct{w, stop, y, x, rows, width})
+}
+
+// compactProduct holds the arguments of Linear. An index of a span is a panel of w.
+type compactProduct struct {
+	w           *Compact
+	stop        *cpu.Stop
+	y, x        []float32
+	rows, width int // of x
+}
+
+// strips holds strips of past calls, because a call through a pointer to a kernel moves its argument to
+// the heap.
+var strips = sync.Pool{New: func() any { return new(strip) }}
+
+func (p *compactProduct) Span(lo, hi int) {
+	s := strips.Get().(*strip)
+	defer strips.Put(s)
+	for first := 0; first < p.rows; first += compactRows {
+		for panel := lo; panel < hi && !p.stop.Asked(); panel++ {
+			p.panel(s, panel, first, min(p.rows, first+compactRows))
+		}
+	}
+}
+
+// panel computes the columns of a panel for rows [from, to).
+func (p *compactProduct) panel(s *strip, at, from, to int) {
+	w := p.w
+	column := at * compactLanes
+	y, stride := p.y[from*w.Out+column:], w.Out
+	columns := min(compactLanes, w.Out-column)
+
+	// Kernels write whole panels.
+	if columns < compactLanes {
+		buf := cpu.GetBuffers[float32]()
+		defer cpu.PutBuffers(buf)
+		whole := buf.Elements((to - from) * compactLanes)
+		clear(whole)
+		y, stride = whole, compactLanes
+	} else {
+		for i := range to - from {
+			clear(y[i*stride:][:compactLanes])
+		}
+	}
+
+	kernel := compactWith.q8
+	if w.Type == BFloat16 {
+		kernel = compactWith.bf16
+	}
+
+	// A few rows read the weights once, so that nothing needs to stay in a cache.
+	part := compactDepth
+	if to-from <= compactWith.once {
+		part = p.width
+	}
+
+	panel := w.panel(at)
+	s.xs, s.cs = 4*p.width, 4*stride
+	for k := 0; k < p.width; k += part {
+		s.k = min(part, p.width-k)
+		s.b = &panel[w.bytes(k)]
+		for i := from; i < to; i += s.m {
+			s.m = cpu.CeilDiv(to-i, cpu.CeilDiv(to-i, compactWith.rows))
+			s.x, s.c = &p.x[i*p.width+k], &y[(i-from)*stride]
+			kernel(s)
+		}
+	}
+	s.x, s.b, s.c = nil, nil, nil
+
+	if columns < compactLanes {
+		for i := range to - from {
+			copy(p.y[(from+i)*w.Out+column:][:columns], y[i*stride:])
+		}
+	}
+}
+
+// portableCompact returns the kernels in plain Go.
+func portableCompact() compactKernels {
+	return compactKernels{bf16: stripBF16, q8: stripQ8, rows: 4, once: 1}
+}
+
+// rows returns the elements along k of row i of X, and row i of C.
+func (s *strip) rows(i int) (x, c []float32) {
+	at := func(p *float32, bytes, n int) []float32 {
+		return unsafe.Slice((*float32)(unsafe.Add(unsafe.Pointer(p), bytes)), n)
+	}
+	return at(s.x, i*s.xs, s.k), at(s.c, i*s.cs, compactLanes)
+}
+
+func stripBF16(s *strip) {
+	b := unsafe.Slice(s.b, 2*compactLanes*s.k)
+	for i := range s.m {
+		x, c := s.rows(i)
+		for k := 0; k < s.k; k += 2 {
+			row, x0, x1 := b[2*compactLanes*k:][:4*compactLanes], x[k], x[k+1]
+			for j := range c[:compactLanes] {
+				pair := binary.LittleEndian.Uint32(row[4*j:])
+				c[j] += x0 * math.Float32frombits(pair<<16)
+				c[j] += x1 * math.Float32frombits(pair&0xffff0000)
+			}
+		}
+	}
+}
+
+func stripQ8(s *strip) {
+	b := unsafe.Slice(s.b, s.k/compactBlock*compactBlockBytes)
+	for i := range s.m {
+		x, c := s.rows(i)
+		for k := 0; k < s.k; k += compactBlock {
+			block := b[k/compactBlock*compactBlockBytes:][:compactBlockBytes]
+			var sums [compactLanes]float32
+			for n, x := range x[k:][:compactBlock] {
+				for j, q := range block[(2+n)*compactLanes:][:compactLanes] {
+					sums[j] += x * float32(int8(q))
+				}
+			}
+			for j, sum := range sums {
+				c[j] += float32(half.Float16(binary.LittleEndian.Uint16(block[2*j:])).Float64()) * sum
+			}
+		}
+	}
+}

@@ -1,0 +1,29 @@
+package gemm
+
+import "github.com/kasmina-go/kasmina/internal/cpu"
+
+//go:generate go -C ../asm run . -part compact -pkg gemm -out ../gemm/compact_amd64.s
+
+// The kernels of compact_amd64.s, which the program in internal/cpu/asm generates.
+
+//go:noescape
+func compactBF16AVX512(s *strip)
+
+//go:noescape
+func compactQ8AVX512(s *strip)
+
+//go:noescape
+func compactBF16AVX2(s *strip)
+
+//go:noescape
+func compactQ8AVX2(s *strip)
+
+func compactKernelsFor(l cpu.ISA) compactKernels {
+	switch l {
+	case cpu.AVX512:
+		return compactKernels{bf16: compactBF16AVX512, q8: compactQ8AVX512, rows: 8, once: 8}
+	case cpu.AVX2:
+		return compactKernels{bf16: compactBF16AVX2, q8: compactQ8AVX2, rows: 6, once: 2}
+	}
+	return portableCompact()
+}

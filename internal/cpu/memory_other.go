@@ -1,0 +1,6 @@
+//go:build !linux
+
+package cpu
+
+// HugePages does nothing on this system.
+func HugePages([]byte) {}
