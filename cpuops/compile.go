@@ -11,6 +11,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/plan"
@@ -94,14 +95,15 @@ type program struct {
 // compiler turns a graph into a program.
 type compiler struct {
 	*program
-	keep   map[*gorgonia.Node]bool
-	layers graph.Layers
-	rules  variantrule.Rules
-	warned map[string]bool // messages about rules
+	keep    map[*gorgonia.Node]bool
+	layers  graph.Layers
+	weights *Weights // matrices in a compact type; may be nil
+	rules   variantrule.Rules
+	warned  map[string]bool // messages about rules
 }
 
 func compile(g *gorgonia.ExprGraph, config config) (*program, error) {
-	c := &compiler{keep: map[*gorgonia.Node]bool{}, rules: config.rules, warned: map[string]bool{},
+	c := &compiler{keep: map[*gorgonia.Node]bool{}, rules: config.rules, weights: config.weights, warned: map[string]bool{},
 		program: &program{values: map[*gorgonia.Node]*value{},
 			sums: map[*gorgonia.Node]*gradientSum{}}}
 	results, grads := config.Results(g)
@@ -152,13 +154,25 @@ func (c *compiler) add(n *gorgonia.Node) error {
 	children := graph.Children(n)
 	if graph.IsInput(n) {
 		v.isInput = true
-		c.inputs = append(c.inputs, v)
+		w, err := c.weights.of(n)
+		switch {
+		case err != nil:
+			return err
+		case w != nil:
+			v.flat = w
+		default:
+			c.inputs = append(c.inputs, v)
+		}
 		return nil
 	}
 
 	in := make([]*value, len(children))
 	for i, child := range children {
 		in[i] = c.values[child]
+	}
+
+	if err := checkCompact(n, in); err != nil {
+		return err
 	}
 
 	if from, at, ok := viewOf(n, in); ok {
@@ -317,7 +331,10 @@ func (p *program) release() {
 	giveArena(p.auxArena)
 	p.arena, p.auxArena, p.arenaAt, p.auxAt = nil, nil, nil, nil
 	for _, v := range p.values {
-		v.flat, v.shown, v.bound, v.loose = nil, nil, nil, nil
+		if _, ok := v.flat.(*gemm.Compact); !ok {
+			v.flat = nil
+		}
+		v.shown, v.bound, v.loose = nil, nil, nil
 	}
 
 	for i := range p.steps {

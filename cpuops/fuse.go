@@ -78,6 +78,11 @@ func linearAdd(s *step) error {
 	rows, in, out := s.in[1].shape[0], s.in[1].shape[1], s.in[2].shape[0]
 	switch y := s.out.flat.(type) {
 	case []float32:
+		if w := s.args.CompactWeights(2); w != nil {
+			w.Linear(s.stop, y, s.args[1].([]float32), rows)
+			array.Arithmetic(array.Add, y, y, s.args[0].([]float32))
+			return nil
+		}
 		gemm.LinearAdd(s.stop, y, s.args[0].([]float32), s.args[1].([]float32),
 			s.args[2].([]float32), rows, in, out)
 	case []float64:

@@ -51,6 +51,7 @@ type config struct {
 	graph.Asked
 	eval    bool
 	monitor int
+	weights *Weights
 	rules   variantrule.Rules
 }
 

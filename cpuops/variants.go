@@ -150,7 +150,7 @@ func (s *step) shapes() string {
 }
 
 // soleVariant returns the variant of a step that has a single variant: the instruction set, and "bf16" if
-// products round their operands.
+// products round their operands, or the type of compact weights.
 func (s *step) soleVariant() string {
 	if baseOf(s.node) == nil && s.out != nil {
 		return gorgoniaVariant
@@ -158,6 +158,11 @@ func (s *step) soleVariant() string {
 	variant := cpu.Level().String()
 	if m, n, k := s.product(); s.in[0].dt == tensor.Float32 && gemm.Rounds(m, n, k) {
 		variant += " bf16"
+	}
+	for _, v := range s.in {
+		if w, ok := v.flat.(*gemm.Compact); ok {
+			return variant + " " + w.Type.String()
+		}
 	}
 	return variant
 }

@@ -36,7 +36,9 @@ type BatcherOptions struct {
 // Any number of goroutines may use a Batcher at the same time. While a trainer runs, each pass waits for the
 // end of the current step.
 type Batcher struct {
-	model   *Model
+	model   *Model        // or nil
+	compact *CompactModel // replaces the model if that is nil
+	config  Config
 	options BatcherOptions
 	stop    func(error)
 	stopped context.Context
@@ -91,15 +93,30 @@ func NewBatcher(m *Model, o BatcherOptions) (*Batcher, error) {
 		return nil, fmt.Errorf("llm: NewBatcher: %w", err)
 	}
 
+	return newBatcherOf(&Batcher{model: m, config: m.Config}, o)
+}
+
+// NewCompactBatcher returns a batcher for a compact model. Close frees its memory. The logits of a text do
+// not depend on other texts.
+func NewCompactBatcher(m *CompactModel, o BatcherOptions) (*Batcher, error) {
+	if m == nil || m.weights == nil {
+		return nil, errors.New("llm: NewCompactBatcher: the model is nil or its zero value, want one from " +
+			"LoadCompact or Model.Compact")
+	}
+	return newBatcherOf(&Batcher{compact: m, config: m.parts.Config}, o)
+}
+
+// newBatcherOf completes a batcher for its model.
+func newBatcherOf(b *Batcher, o BatcherOptions) (*Batcher, error) {
 	o.Texts, o.Rows = cmp.Or(o.Texts, 32), cmp.Or(o.Rows, 128)
-	o.Kept = cmp.Or(o.Kept, max(1024, keptBytes/bytesPerToken(m)))
+	o.Kept = cmp.Or(o.Kept, max(1024, keptBytes/bytesPerToken(b.parts())))
 	if o.Texts < 1 || o.Rows < o.Texts {
 		return nil, fmt.Errorf("llm: NewBatcher: %d texts and %d rows, want at least one text and as many "+
 			"rows as texts", o.Texts, o.Rows)
 	}
 
-	b := &Batcher{model: m, options: o, arrived: make(chan struct{}, 1), done: make(chan struct{}),
-		graphs: map[passShape]Runner{}}
+	b.options, b.arrived, b.done = o, make(chan struct{}, 1), make(chan struct{})
+	b.graphs = map[passShape]Runner{}
 	var stop context.CancelCauseFunc
 	b.stopped, stop = context.WithCancelCause(context.Background())
 	b.stop = stop
@@ -117,14 +134,22 @@ func NewBatcher(m *Model, o BatcherOptions) (*Batcher, error) {
 const keptBytes = 512 << 20
 
 // bytesPerToken returns the memory that the keys and values of a token take.
-func bytesPerToken(m *Model) int {
+func bytesPerToken(m ModelParts) int {
 	c := m.Config.Default()
-	return 2 * max(1, c.Layers*c.KVHeads*c.HeadDim) * int(m.Parts().dtype().Size())
+	return 2 * max(1, c.Layers*c.KVHeads*c.HeadDim) * int(m.dtype().Size())
+}
+
+// parts returns the parts to build graphs from.
+func (b *Batcher) parts() ModelParts {
+	if b.compact != nil {
+		return b.compact.parts
+	}
+	return b.model.Parts()
 }
 
 // Generator returns a generator. Its texts are computed together with the texts of the batcher's other
 // generators, and several goroutines may use it at the same time.
-func (b *Batcher) Generator() *Generator { return GeneratorOf(b.model.Config, b.Decoder) }
+func (b *Batcher) Generator() *Generator { return GeneratorOf(b.config, b.Decoder) }
 
 // Decoder returns a function that computes the logits for the token that follows a text. See
 // [Engine].
@@ -161,10 +186,10 @@ func (b *Batcher) Decoder() (func(ctx context.Context, tokens []int) (any, error
 
 // check returns an error for tokens that no model of this size can follow.
 func (b *Batcher) check(tokens []int) error {
-	if n := len(tokens); n == 0 || n > b.model.Config.Seq {
-		return fmt.Errorf("there are %d tokens, want 1 to %d", n, b.model.Config.Seq)
+	if n := len(tokens); n == 0 || n > b.config.Seq {
+		return fmt.Errorf("there are %d tokens, want 1 to %d", n, b.config.Seq)
 	}
-	return b.model.Config.Knows(slices.Values(tokens))
+	return b.config.Knows(slices.Values(tokens))
 }
 
 // Close stops the batcher and frees its memory. Texts that are being continued get an error.
@@ -247,7 +272,9 @@ func (b *Batcher) next(expected int) (jobs []*batchJob, ok bool) {
 
 // pass computes tokens of the given jobs, and returns the jobs that now have their logits.
 func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
-	defer take(b.model)()
+	if b.model != nil {
+		defer take(b.model)()
+	}
 	if err := b.prepare(); err != nil {
 		return nil, err
 	}
@@ -373,6 +400,11 @@ func (b *Batcher) keep(t *batchText) {
 
 // prepare detects changes to the model since the last pass.
 func (b *Batcher) prepare() error {
+	if b.model == nil {
+		_, err := b.graph(1, 1)
+		return err
+	}
+
 	if now := changesOf(b.model); now != b.seen || len(b.graphs) == 0 {
 		if err := pull(b.model, paramNames(b.model)...); err != nil {
 			return err
@@ -408,16 +440,24 @@ func (b *Batcher) graph(rows, wanted int) (Runner, error) {
 		}
 	}
 
-	g, err := BuildGraph(b.model.Parts(), ForLogits, 1, withSpans(shape.rows, &b.spans),
-		WithRows(shape.wanted))
+	g, err := BuildGraph(b.parts(), ForLogits, 1, withSpans(shape.rows, &b.spans), WithRows(shape.wanted))
 	if err != nil {
 		return Runner{}, err
 	}
-	r, err := runnerOnCPU(g)
+	r, err := b.runner(g)
 	if err == nil {
 		b.graphs[shape] = r
 	}
 	return r, err
+}
+
+// runner returns a machine for a graph.
+func (b *Batcher) runner(g *Graph) (Runner, error) {
+	if b.compact == nil {
+		return runnerOnCPU(g)
+	}
+	m, err := b.compact.machine(g)
+	return Runner{g, m}, err
 }
 
 // roundRows rounds up to a power of two or three quarters of one, so that few graphs serve all passes.

@@ -46,15 +46,23 @@ const (
 // newMachine returns the machine for a graph, which must compute the graph's [Graph.Outputs]. If
 // newMachine is nil, the machines run on the CPU.
 func NewDecoding(m ModelParts, newMachine func(*Graph) (Machine, error)) (*Decoding, error) {
+	d := newDecoding(m, newMachine, newMachine == nil)
+	return d, d.reserveStep(1)
+}
+
+// newDecoding returns a decoding without machines.
+func newDecoding(m ModelParts, newMachine func(*Graph) (Machine, error), onCPU bool) *Decoding {
 	d := &Decoding{model: m, newMachine: newMachine, least: smallestWindow, initial: fewKept}
-	if newMachine == nil {
+	if onCPU {
 		d.least, d.initial = 1, m.Config.Seq // the cache on a CPU grows by itself
+	}
+	if newMachine == nil {
 		d.newMachine = func(g *Graph) (Machine, error) {
 			r, err := runnerOnCPU(g, g.Outputs()...)
 			return r.Machine, err
 		}
 	}
-	return d, d.reserveStep(1)
+	return d
 }
 
 // Close frees the machines.

@@ -21,6 +21,7 @@ type Inference struct {
 	// Preference makes Loss return the loss of preference pairs.
 	Preference *op.Preference
 
+	compact  *CompactModel  // the model of the outline, if that is on the CPU
 	outline  *ModelParts    // replaces Model if the values are on the machines
 	owner    func() error   // frees the values once the machines are closed
 	shape    uint64         // state of the model's blocks when the graphs were built
@@ -184,13 +185,29 @@ func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, err
 	}
 
 	if i.decoding == nil {
-		if i.decoding, err = NewDecoding(m, i.Make); err != nil {
+		decoding := newDecoding(m, i.Make, i.OnCPU())
+		if err := decoding.reserveStep(1); err != nil {
 			return nil, err
 		}
+		i.decoding = decoding
 	}
 
 	i.decoding.Forget()
 	return i.decoding.Next, nil
+}
+
+// OnCPU reports whether the inference computes on the CPU.
+func (i *Inference) OnCPU() bool { return i.Make == nil || i.compact != nil }
+
+// NewBatcher returns a batcher for the inference's model, which must be on the CPU.
+func (i *Inference) NewBatcher(o BatcherOptions) (*Batcher, error) {
+	switch {
+	case i == nil || !i.OnCPU():
+		return nil, errors.New("llm: NewBatcher: a batcher needs a model on the CPU")
+	case i.compact != nil:
+		return NewCompactBatcher(i.compact, o)
+	}
+	return NewBatcher(i.Model, o)
 }
 
 // Kept returns the number of tokens with cached keys and values.

@@ -55,14 +55,21 @@ func Embedding(ids, table *gorgonia.Node) (*gorgonia.Node, error) {
 }
 
 func embedding[T cpu.Float](o *EmbeddingOp, y []T, in opbase.Args) error {
-	ids, table := opbase.Slice[int](in, 0), opbase.Slice[T](in, 1)
+	ids := opbase.Slice[int](in, 0)
 	v, d := o.InputShape(1)[0], o.InputShape(1)[1]
 	if err := opbase.CheckIDs("ids", ids, v, false); err != nil {
 		return err
 	}
-	layer.Embedding(y, ids, table, d)
+	if w := in.CompactWeights(1); w != nil {
+		layer.EmbeddingCompact(any(y).([]float32), ids, w)
+		return nil
+	}
+	layer.Embedding(y, ids, opbase.Slice[T](in, 1), d)
 	return nil
 }
+
+// ReadsCompact reports that the op can read a compact table.
+func (o *EmbeddingOp) ReadsCompact(input int) bool { return input == 1 }
 
 // DiffWRT reports that the op is differentiable in the table.
 func (o *EmbeddingOp) DiffWRT(int) []bool { return []bool{false, true} }

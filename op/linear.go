@@ -69,10 +69,17 @@ func newLinear(name, config string, x, w *gorgonia.Node) (*gorgonia.Node, error)
 
 func linear[T cpu.Float](o *LinearOp, y []T, args opbase.Args) error {
 	x, w := o.InputShape(0), o.InputShape(1)
+	if c := args.CompactWeights(1); c != nil {
+		c.Linear(o.Stop(), any(y).([]float32), opbase.Slice[float32](args, 0), x[0])
+		return nil
+	}
 	gemm.LinearUntil(o.Stop(), y, opbase.Slice[T](args, 0), opbase.Slice[T](args, 1), x[0], x[1],
 		w[0])
 	return nil
 }
+
+// ReadsCompact reports that the op can read a compact w.
+func (o *LinearOp) ReadsCompact(input int) bool { return input == 1 }
 
 // DiffWRT reports that the op is differentiable in x and, unless it is frozen, in w.
 func (o *LinearOp) DiffWRT(int) []bool { return []bool{true, !o.Frozen} }

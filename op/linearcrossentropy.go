@@ -58,15 +58,24 @@ func newLinearCrossEntropy(name, config string, x, w, targets *gorgonia.Node) (*
 }
 
 func linearCrossEntropy[T cpu.Float](o *LinearCrossEntropyOp, loss []T, in opbase.Args) error {
-	x, w, targets := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[int](in, 2)
+	x, targets := opbase.Slice[T](in, 0), opbase.Slice[int](in, 2)
 	v, d := o.InputShape(1)[0], o.InputShape(1)[1]
 	if err := checkTargets(targets, v); err != nil {
 		return err
 	}
 	normalizers := opbase.AuxSlice[T](&o.normalizers, 2*len(targets))
+	if w := in.CompactWeights(1); w != nil {
+		loss[0] = T(crossentropy.CompactForward(any(normalizers).([]float32), any(x).([]float32), w,
+			targets))
+		return nil
+	}
+	w := opbase.Slice[T](in, 1)
 	loss[0] = T(crossentropy.LinearForward(normalizers, x, w, targets, d, v))
 	return nil
 }
+
+// ReadsCompact reports that the op can read a compact w.
+func (o *LinearCrossEntropyOp) ReadsCompact(input int) bool { return input == 1 }
 
 // DiffWRT reports that the op is differentiable in x and, unless it is frozen, in w.
 func (o *LinearCrossEntropyOp) DiffWRT(int) []bool { return []bool{true, !o.Frozen, false} }

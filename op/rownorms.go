@@ -74,7 +74,13 @@ func RowNorms(w, a, b *gorgonia.Node, scale float64) (*gorgonia.Node, error) {
 }
 
 func rowNorms[T cpu.Float](o *RowNormsOp, y []T, args opbase.Args) error {
-	w, a, b := opbase.Slice[T](args, 0), opbase.Slice[T](args, 1), opbase.Slice[T](args, 2)
+	w, releaseW := opbase.Expanded[T](args, 0)
+	defer releaseW()
+	a, releaseA := opbase.Expanded[T](args, 1)
+	defer releaseA()
+	b, releaseB := opbase.Expanded[T](args, 2)
+	defer releaseB()
+
 	out, in, r := o.InputShape(0)[0], o.InputShape(0)[1], o.InputShape(1)[0]
 	p, q, square := opbase.AuxSlice[T](&o.p, out*r), opbase.AuxSlice[T](&o.q, out*r),
 		opbase.AuxSlice[T](&o.square, r*r)
@@ -85,6 +91,9 @@ func rowNorms[T cpu.Float](o *RowNormsOp, y []T, args opbase.Args) error {
 	layer.RowNorms(y, w, b, p, q, r, o.Scale)
 	return nil
 }
+
+// ReadsCompact reports that the op can read compact weights, which it widens first.
+func (o *RowNormsOp) ReadsCompact(int) bool { return true }
 
 // DiffWRT reports that gradients treat the norms as constants.
 func (o *RowNormsOp) DiffWRT(int) []bool { return []bool{false, false, false} }

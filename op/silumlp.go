@@ -91,23 +91,31 @@ func (o *SiLUMLPOp) dims() (n, d, f int) {
 }
 
 func siluMLP[T cpu.Float](o *SiLUMLPOp, y []T, in opbase.Args) error {
-	x, gate, up, down := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2),
-		opbase.Slice[T](in, 3)
 	n, d, f := o.dims()
 	a, b, h := opbase.AuxSlice[T](&o.a, n*f), opbase.AuxSlice[T](&o.b, n*f),
 		opbase.AuxSlice[T](&o.h, n*f)
-	stop := o.Stop()
-	gemm.LinearUntil(stop, a, x, gate, n, d, f)
-	gemm.LinearUntil(stop, b, x, up, n, d, f)
 	mul := layer.SiLUMul[T]
 	if o.GELU {
 		mul = layer.GELUMul[T]
 	}
 
+	product := func(y, x []T, weight, width, out int) {
+		if w := in.CompactWeights(weight); w != nil {
+			w.Linear(o.Stop(), any(y).([]float32), any(x).([]float32), n)
+			return
+		}
+		gemm.LinearUntil(o.Stop(), y, x, opbase.Slice[T](in, weight), n, width, out)
+	}
+	x := opbase.Slice[T](in, 0)
+	product(a, x, 1, d, f)
+	product(b, x, 2, d, f)
 	mul(h, a, b)
-	gemm.LinearUntil(stop, y, h, down, n, f, d)
+	product(y, h, 3, f, d)
 	return nil
 }
+
+// ReadsCompact reports that the op can read compact weights.
+func (o *SiLUMLPOp) ReadsCompact(input int) bool { return input > 0 }
 
 // DiffWRT reports that the op is differentiable in all inputs.
 func (o *SiLUMLPOp) DiffWRT(int) []bool { return []bool{true, true, true, true} }

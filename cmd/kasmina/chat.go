@@ -47,7 +47,7 @@ template, it continues each line as it is.`,
 	c.Flags().StringVar(&o.system, "system", "", "system message: `text` that tells the model how to behave")
 	o.samplingFlags(c, 1024)
 	markRequired(c, "model")
-	o.machineFlags(c)
+	o.inferenceFlags(c)
 	return c
 }
 

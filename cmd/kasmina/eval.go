@@ -57,7 +57,7 @@ a JSON object with the results.`,
 	c.Flags().IntVar(&o.seq, "seq", 0,
 		"tokens per window (default: the model's longest context, but at most 2048 for --data)")
 	o.taskFlags(c)
-	o.machineFlags(c)
+	o.inferenceFlags(c)
 	markRequired(c, "model")
 	return c
 }
@@ -98,7 +98,7 @@ func (o *common) eval(c *cobra.Command) error {
 	// The first window is the longest, so it limits the sequences of the graph.
 	o.seq = len(windows[0])
 
-	device, precision, err := o.open(c.ErrOrStderr())
+	device, precision, err := o.openInference(c.ErrOrStderr())
 	if err != nil {
 		return err
 	}
@@ -107,7 +107,7 @@ func (o *common) eval(c *cobra.Command) error {
 		defer device.Close()
 	}
 
-	model, err := inference(c.Context(), f, o.seq, device, precision, c.ErrOrStderr())
+	model, err := o.inference(c.Context(), f, o.seq, device, precision, c.ErrOrStderr())
 	if err != nil {
 		return err
 	}

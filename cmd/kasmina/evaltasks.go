@@ -103,7 +103,7 @@ func (o *evalOptions) evalTasks(c *cobra.Command) (err error) {
 		return err
 	}
 
-	device, precision, err := o.open(c.ErrOrStderr())
+	device, precision, err := o.openInference(c.ErrOrStderr())
 	if err != nil {
 		return err
 	}
@@ -111,7 +111,7 @@ func (o *evalOptions) evalTasks(c *cobra.Command) (err error) {
 		defer device.Close()
 	}
 
-	i, err := inference(c.Context(), f, o.seq, device, precision, c.ErrOrStderr())
+	i, err := o.inference(c.Context(), f, o.seq, device, precision, c.ErrOrStderr())
 	if err != nil {
 		return err
 	}
@@ -184,11 +184,11 @@ func answering(i *llm.Inference, all []*tasks.Task) (m tasks.Model, parallel int
 	generates := slices.ContainsFunc(all, func(t *tasks.Task) bool {
 		return t.Items[0].Requests[0].Kind == tasks.Generation
 	})
-	if i.Model == nil || !generates {
+	if !i.OnCPU() || !generates {
 		return i, 1, func() error { return nil }, nil
 	}
 
-	b, err := llm.NewBatcher(i.Model, llm.BatcherOptions{Texts: parallelAnswers})
+	b, err := i.NewBatcher(llm.BatcherOptions{Texts: parallelAnswers})
 	if err != nil {
 		return nil, 0, nil, err
 	}

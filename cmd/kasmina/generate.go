@@ -50,7 +50,7 @@ Standard output receives the prompt and the generated text, token by token, and 
 	f.BoolVar(&o.chat, "chat", false,
 		"take the prompt as a user's message, and apply the model's chat template")
 	markRequired(c, "model")
-	o.machineFlags(c)
+	o.inferenceFlags(c)
 	return c
 }
 
@@ -118,7 +118,7 @@ func (o *generateOptions) run(c *cobra.Command) error {
 	}
 
 	s.Observe(prompt...)
-	device, precision, err := o.open(c.ErrOrStderr())
+	device, precision, err := o.openInference(c.ErrOrStderr())
 	if err != nil {
 		return err
 	}
@@ -127,7 +127,7 @@ func (o *generateOptions) run(c *cobra.Command) error {
 		defer device.Close()
 	}
 
-	i, err := inference(c.Context(), f, f.Config.Seq, device, precision, c.ErrOrStderr())
+	i, err := o.inference(c.Context(), f, f.Config.Seq, device, precision, c.ErrOrStderr())
 	if err != nil {
 		return err
 	}

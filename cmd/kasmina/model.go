@@ -34,14 +34,17 @@ func (o *common) dataFlag(c *cobra.Command) {
 }
 
 func (o *common) machineFlags(c *cobra.Command) {
-	f := c.Flags()
-	f.StringVar(&o.device, "device", "auto",
-		"where to compute: cpu, cuda, or auto for a GPU if there is one")
-	f.StringVar(&o.precision, "precision", "",
-		"type of matrix products: f32 or bf16, and on a GPU also f16 or f8 (default f32)")
+	o.deviceFlags(c, "type of matrix products: f32 or bf16, and on a GPU also f16 or f8 (default f32)",
+		"f32", "bf16", "f16", "f8")
+}
 
+// deviceFlags adds --device, and --precision with the given usage and values.
+func (o *common) deviceFlags(c *cobra.Command, usage string, precisions ...cobra.Completion) {
+	f := c.Flags()
+	f.StringVar(&o.device, "device", "auto", "where to compute: cpu, cuda, or auto for a GPU if there is one")
+	f.StringVar(&o.precision, "precision", "", usage)
 	completeFlag(c, "device", "auto", "cpu", "cuda")
-	completeFlag(c, "precision", "f32", "bf16", "f16", "f8")
+	completeFlag(c, "precision", precisions...)
 }
 
 // open opens the device to compute on. It returns nil for the CPU.
@@ -140,8 +143,16 @@ func (v vocabulary) check(ids []int) error {
 
 // inference loads the model of a folder for sequences of seq tokens and shows a progress bar. If device
 // is nil, the model computes on the CPU. Otherwise its weights are read directly to the device.
-func inference(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Device,
+func (o *common) inference(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Device,
 	p cudaops.Precision, stderr io.Writer) (*llm.Inference, error) {
+	if t, compact := o.weightType(f); device == nil && compact {
+		m, err := loadCompact(ctx, f, t, seq, stderr)
+		if err != nil {
+			return nil, err
+		}
+		return m.Inference(), nil
+	}
+
 	if device == nil {
 		m, err := load(ctx, f, stderr, hf.WithConfig(func(c *llm.Config) { c.Seq = seq }))
 		return &llm.Inference{Model: m}, err
@@ -151,12 +162,7 @@ func inference(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Devic
 	defer erase()
 	config := f.Config
 	config.Seq = seq
-	w := &counted{Folder: f, at: at}
-	for _, t := range f.Tensors() {
-		w.total += t.Bytes
-	}
-
-	return gpu.Load(ctx, device, p, config, w)
+	return gpu.Load(ctx, device, p, config, newCounted(f, at))
 }
 
 // counted is a folder that reports the number of weight bytes read so far.
@@ -167,7 +173,15 @@ type counted struct {
 	total int64
 }
 
-// Read implements gpu.Weights.
+func newCounted(f *hf.Folder, at func(done, of int64)) *counted {
+	w := &counted{Folder: f, at: at}
+	for _, t := range f.Tensors() {
+		w.total += t.Bytes
+	}
+	return w
+}
+
+// Read implements gpu.Weights and llm.WeightReader.
 func (w *counted) Read(ctx context.Context, name string,
 	put func(part []byte, dtype string) error) error {
 	return w.Folder.Read(ctx, name, func(part []byte, dtype string) error {

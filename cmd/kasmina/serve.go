@@ -60,7 +60,7 @@ Ctrl-C finishes the answers in progress and exits. Pressing it again exits at on
 		"`origin` of web pages, such as https://example.com, that can use the server; * permits all; can be "+
 			"given several times")
 	markRequired(c, "model")
-	o.machineFlags(c)
+	o.inferenceFlags(c)
 	return c
 }
 
@@ -196,7 +196,7 @@ type generator struct {
 // generator loads the model of a folder to continue several texts of up to seq tokens at the same time, as
 // far as the device can.
 func (o *common) generator(c *cobra.Command, f *hf.Folder, seq, texts int) (generator, error) {
-	device, precision, err := o.open(c.ErrOrStderr())
+	device, precision, err := o.openInference(c.ErrOrStderr())
 	if err != nil {
 		return generator{}, err
 	}
@@ -204,11 +204,11 @@ func (o *common) generator(c *cobra.Command, f *hf.Folder, seq, texts int) (gene
 		return o.generatorOnGPU(c.Context(), f, seq, device, precision, c.ErrOrStderr())
 	}
 
-	m, err := load(c.Context(), f, c.ErrOrStderr(), hf.WithConfig(func(c *llm.Config) { c.Seq = seq }))
+	i, err := o.inference(c.Context(), f, seq, nil, precision, c.ErrOrStderr())
 	if err != nil {
 		return generator{}, err
 	}
-	b, err := llm.NewBatcher(m, llm.BatcherOptions{Texts: texts, Rows: max(128, texts)})
+	b, err := i.NewBatcher(llm.BatcherOptions{Texts: texts, Rows: max(128, texts)})
 	if err != nil {
 		return generator{}, err
 	}
@@ -217,7 +217,7 @@ func (o *common) generator(c *cobra.Command, f *hf.Folder, seq, texts int) (gene
 
 func (o *common) generatorOnGPU(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Device,
 	p cudaops.Precision, stderr io.Writer) (generator, error) {
-	i, err := inference(ctx, f, seq, device, p, stderr)
+	i, err := o.inference(ctx, f, seq, device, p, stderr)
 	if err != nil {
 		return generator{}, errors.Join(err, device.Close())
 	}

@@ -24,14 +24,41 @@ import (
 	_ "go4.org/unsafe/assume-no-moving-gc"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
 // Args holds the flat, contiguous, row-major contents of an op's inputs. Each element is a
-// []float32, []float64 or []int.
+// []float32, []float64 or []int, or a *gemm.Compact for an op that is a [CompactReader].
 type Args []any
 
 // Slice returns argument i of a. The op's constructor has checked the element type.
 func Slice[T cpu.Float | int](a Args, i int) []T { return a[i].([]T) }
+
+// CompactReader is an op that can read some of its inputs as a [gemm.Compact] instead of a []float32.
+type CompactReader interface {
+	// ReadsCompact reports whether the op can read the input with the given index in this form.
+	ReadsCompact(input int) bool
+}
+
+// CompactWeights returns argument i if it is in compact form, and nil otherwise.
+func (a Args) CompactWeights(i int) *gemm.Compact {
+	w, _ := a[i].(*gemm.Compact)
+	return w
+}
+
+// Expanded returns argument i like [Slice]. If the argument is in compact form, Expanded widens it in
+// temporary memory, which release returns.
+func Expanded[T cpu.Float](a Args, i int) (x []T, release func()) {
+	w := a.CompactWeights(i)
+	if w == nil {
+		return Slice[T](a, i), func() {}
+	}
+
+	buf := cpu.GetBuffers[float32]()
+	wide := buf.Elements(w.Out * w.In)
+	w.Expand(wide)
+	return any(wide).([]T), func() { cpu.PutBuffers(buf) }
+}
 
 // Kernel computes an op. It must overwrite every element of out.
 type Kernel[O any, T cpu.Float] func(op O, out []T, in Args) error

@@ -106,8 +106,8 @@ func (c *compactKernel) prefetch(bytes int) {
 
 // compact generates the kernel for one type of weights: a block of code for each number of rows.
 func compact(v isa, name string, body func(*compactKernel)) {
-	TEXT("compact"+name+v.name, attr.NOSPLIT, "func(t uintptr)")
-	Load(Param("t"), RDI)
+	TEXT("compact"+name+v.name, attr.NOSPLIT, "func(s uintptr)")
+	Load(Param("s"), RDI)
 	MOVQ(Mem{Base: RDI, Disp: offStripM}, RAX)
 	for m := v.compactRows(); m > 1; m-- {
 		CMPQ(RAX, Imm(uint64(m)))

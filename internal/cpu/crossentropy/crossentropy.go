@@ -103,11 +103,14 @@ func chunkRows(v int) int { return max(16, 1<<20/v) }
 // LinearForward returns [Forward] of the logits x·wᵀ, where x is len(targets)×d and w is v×d, and
 // sets normalizers. Logits exist for one chunk of rows at a time.
 func LinearForward[T cpu.Float](normalizers, x, w []T, targets []int, d, v int) float64 {
-	b := cpu.GetBuffers[T]()
-	defer cpu.PutBuffers(b)
-	losses := b.Floats(len(targets))
-	linearLosses(losses, normalizers, x, w, targets, d, v)
-	return vec.Sum(losses) / float64(Targets(targets))
+	return meanLoss(normalizers, targets, v, linearLogits(x, w, d, v))
+}
+
+// CompactForward is [LinearForward] for weights in a compact type.
+func CompactForward(normalizers, x []float32, w *gemm.Compact, targets []int) float64 {
+	return meanLoss(normalizers, targets, w.Out, func(logits []float32, lo, hi int) {
+		w.Linear(nil, logits, x[lo*w.In:hi*w.In], hi-lo)
+	})
 }
 
 // LogProbs sets each element of y to the log-probability of a row's target under softmax(x·wᵀ), or to 0
@@ -116,21 +119,36 @@ func LogProbs[T cpu.Float](y, normalizers, x, w []T, targets []int, d, v int) {
 	b := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(b)
 	losses := b.Floats(len(targets))
-	linearLosses(losses, normalizers, x, w, targets, d, v)
+	chunkedLosses(losses, normalizers, targets, v, linearLogits(x, w, d, v))
 	for r, loss := range losses {
 		y[r] = T(-loss)
 	}
 }
 
-// linearLosses computes the loss of each row of x·wᵀ, or 0 for a row without target, and the normalizers.
-func linearLosses[T cpu.Float](losses []float64, normalizers, x, w []T, targets []int, d, v int) {
+// linearLogits returns a function that computes rows [lo, hi) of x·wᵀ.
+func linearLogits[T cpu.Float](x, w []T, d, v int) func(logits []T, lo, hi int) {
+	return func(logits []T, lo, hi int) { gemm.Linear(logits, x[lo*d:hi*d], w, hi-lo, d, v) }
+}
+
+// meanLoss is [Forward] of the logits that a function computes for rows [lo, hi).
+func meanLoss[T cpu.Float](normalizers []T, targets []int, v int, compute func(logits []T, lo, hi int)) float64 {
+	b := cpu.GetBuffers[T]()
+	defer cpu.PutBuffers(b)
+	losses := b.Floats(len(targets))
+	chunkedLosses(losses, normalizers, targets, v, compute)
+	return vec.Sum(losses) / float64(Targets(targets))
+}
+
+// chunkedLosses computes the loss of each row of logits, or 0 for a row without target, and the normalizers.
+func chunkedLosses[T cpu.Float](losses []float64, normalizers []T, targets []int, v int,
+	compute func(logits []T, lo, hi int)) {
 	rows, chunk := len(targets), min(len(targets), chunkRows(v))
 	b := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(b)
 	logits := b.Elements(chunk * v)
 	for lo := 0; lo < rows; lo += chunk {
 		hi := min(lo+chunk, rows)
-		gemm.Linear(logits, x[lo*d:hi*d], w, hi-lo, d, v)
+		compute(logits, lo, hi)
 		cpu.Spread(hi-lo, cpu.Grain(20*v), rowLosses[T]{losses[lo:hi],
 			normalizers[2*lo : 2*hi], logits, targets[lo:hi], v})
 	}

@@ -16,18 +16,21 @@ type CompactType uint8
 
 // The types.
 const (
+	// Float32 rounds nothing.
+	Float32 CompactType = iota
 	// BFloat16 takes 2 bytes per weight.
-	BFloat16 CompactType = iota + 1
+	BFloat16
 	// Q8 is llama.cpp's q8_0: 32 neighbors in a row share a scale in float16, and each weight is a
 	// multiple of the scale from -127 to 127. It takes 34 bytes per 32 weights.
 	Q8
 )
 
-// Compact is a matrix of weights, [out, in], in a compact type. It is meant for products with a few rows,
-// which take as long as reading the weights.
+// Compact is a matrix of weights, [out, in], in a compact type or arranged for fast products, which with few
+// rows take as long as reading the weights.
 //
 // Rows of the matrix are stored in panels of 32, in the order in which a product reads them:
 //
+//   - Float32: for each of the neighbors in a row, the weights of all rows of the panel;
 //   - BFloat16: for each pair of neighbors in a row, the pairs of all rows of the panel;
 //   - Q8: for each block of 32 neighbors in a row, the scales of all rows, and then for each of the
 //     neighbors the bytes of all rows.
@@ -55,7 +58,10 @@ func NewCompact(t CompactType, out, in int, slab *cpu.Slab) *Compact {
 
 // unit returns the number of neighbors in a row that are stored together.
 func (w *Compact) unit() int {
-	if w.Type == BFloat16 {
+	switch w.Type {
+	case Float32:
+		return 1
+	case BFloat16:
 		return 2
 	}
 	return compactBlock
@@ -66,7 +72,10 @@ func (w *Compact) depth() int { return cpu.CeilDiv(w.In, w.unit()) * w.unit() }
 
 // bytes returns the size of a panel's first k columns, which must be whole units.
 func (w *Compact) bytes(k int) int {
-	if w.Type == BFloat16 {
+	switch w.Type {
+	case Float32:
+		return 4 * compactLanes * k
+	case BFloat16:
 		return 2 * compactLanes * k
 	}
 	return k / compactBlock * compactBlockBytes
@@ -108,9 +117,12 @@ func (w *Compact) setPanel(p int, values []float32) error {
 		row := values[:w.In]
 		values = values[w.In:]
 		fits := true
-		if w.Type == BFloat16 {
+		switch w.Type {
+		case Float32:
+			fits = setFloat32(panel[4*lane:], row)
+		case BFloat16:
 			fits = setBF16(panel[4*lane:], row)
-		} else {
+		default:
 			for b := 0; len(row) > 0 && fits; b++ {
 				n := min(compactBlock, len(row))
 				fits = setBlock(panel[b*compactBlockBytes:], lane, row[:n])
@@ -133,6 +145,8 @@ func (w *Compact) panel(p int) []byte {
 // String returns the type's name.
 func (t CompactType) String() string {
 	switch t {
+	case Float32:
+		return "f32"
 	case BFloat16:
 		return "bf16"
 	case Q8:
@@ -141,29 +155,44 @@ func (t CompactType) String() string {
 	return fmt.Sprintf("CompactType(%d)", uint8(t))
 }
 
+// setFloat32 stores a row whose first element is at the start of to.
+func setFloat32(to []byte, row []float32) (fits bool) {
+	for i, x := range row {
+		bits := math.Float32bits(x)
+		if bits&0x7f800000 == 0x7f800000 {
+			return false
+		}
+		binary.LittleEndian.PutUint32(to[4*compactLanes*i:], bits)
+	}
+	return true
+}
+
 // setBF16 stores a row whose first pair is at the start of to.
 func setBF16(to []byte, row []float32) (fits bool) {
-	special := false
-	for i, x := range row {
-		b := half.NewBFloat16(x)
-		special = special || b&0x7f80 == 0x7f80
-		binary.LittleEndian.PutUint16(to[i/2*4*compactLanes+i%2*2:], uint16(b))
+	for len(row) > 0 {
+		a, b := half.NewBFloat16(row[0]), half.BFloat16(0)
+		if len(row) > 1 {
+			b = half.NewBFloat16(row[1])
+		}
+		if a&0x7f80 == 0x7f80 || b&0x7f80 == 0x7f80 {
+			return false
+		}
+		binary.LittleEndian.PutUint32(to, uint32(a)|uint32(b)<<16)
+		row, to = row[min(2, len(row)):], to[min(4*compactLanes, len(to)):]
 	}
-	return !special
+	return true
 }
 
 // setBlock stores at most 32 neighbors of the given row of a panel. Weights are rounded as in llama.cpp: the
 // largest one becomes ±127.
 func setBlock(to []byte, lane int, x []float32) (fits bool) {
-	largest := float32(0)
+	// The bits of magnitudes are in the order of the magnitudes, and infinity and NaN have the largest.
+	magnitude := uint32(0)
 	for _, v := range x {
-		if v != v {
-			return false
-		}
-		largest = max(largest, v, -v)
+		magnitude = max(magnitude, math.Float32bits(v)&0x7fffffff)
 	}
 
-	scale, inverse := largest/127, float32(0)
+	scale, inverse := math.Float32frombits(magnitude)/127, float32(0)
 	bits, fits := half.Narrow(scale, false)
 	if scale > 0 {
 		inverse = 1 / scale
@@ -175,12 +204,8 @@ func setBlock(to []byte, lane int, x []float32) (fits bool) {
 	binary.LittleEndian.PutUint16(to[2*lane:], bits)
 	to = to[2*compactLanes+lane:]
 	for i, v := range x {
-		v *= inverse
-		rounded := int8(float64(v) + 0.5)
-		if v < 0 {
-			rounded = int8(float64(v) - 0.5)
-		}
-		to[i*compactLanes] = byte(rounded)
+		scaled := float64(v * inverse)
+		to[i*compactLanes] = byte(int32(scaled + math.Copysign(0.5, scaled)))
 	}
 	return fits
 }
@@ -189,7 +214,13 @@ func setBlock(to []byte, lane int, x []float32) (fits bool) {
 func (w *Compact) Row(y []float32, row int) {
 	panel, lane := w.panel(row/compactLanes), row%compactLanes
 	y = y[:w.In]
-	if w.Type == BFloat16 {
+	switch w.Type {
+	case Float32:
+		for i := range y {
+			y[i] = math.Float32frombits(binary.LittleEndian.Uint32(panel[4*(i*compactLanes+lane):]))
+		}
+		return
+	case BFloat16:
 		for i := range y {
 			y[i] = half.BFloat16(binary.LittleEndian.Uint16(panel[i/2*4*compactLanes+4*lane+i%2*2:])).Float32()
 		}
@@ -233,6 +264,7 @@ type strip struct {
 	b    *byte
 	c    *float32
 	cs   int
+	tile tile[float32] // of stripFloat32
 }
 
 var compactWith compactKernels
@@ -317,14 +349,18 @@ func (p *compactProduct) panel(s *strip, at, from, to int) {
 		}
 	}
 
-	kernel := compactWith.q8
-	if w.Type == BFloat16 {
+	kernel, rows, once := compactWith.q8, compactWith.rows, compactWith.once
+	switch w.Type {
+	case Float32:
+		// This kernel adds up each part by itself, so the parts must not depend on the number of rows.
+		kernel, rows, once = stripFloat32, engine32.kernels.mr, 0
+	case BFloat16:
 		kernel = compactWith.bf16
 	}
 
 	// A few rows read the weights once, so that nothing needs to stay in a cache.
 	part := compactDepth
-	if to-from <= compactWith.once {
+	if to-from <= once {
 		part = p.width
 	}
 
@@ -334,12 +370,12 @@ func (p *compactProduct) panel(s *strip, at, from, to int) {
 		s.k = min(part, p.width-k)
 		s.b = &panel[w.bytes(k)]
 		for i := from; i < to; i += s.m {
-			s.m = cpu.CeilDiv(to-i, cpu.CeilDiv(to-i, compactWith.rows))
+			s.m = cpu.CeilDiv(to-i, cpu.CeilDiv(to-i, rows))
 			s.x, s.c = &p.x[i*p.width+k], &y[(i-from)*stride]
 			kernel(s)
 		}
 	}
-	s.x, s.b, s.c = nil, nil, nil
+	s.x, s.b, s.c, s.tile = nil, nil, nil, tile[float32]{}
 
 	if columns < compactLanes {
 		for i := range to - from {
@@ -359,6 +395,17 @@ func (s *strip) rows(i int) (x, c []float32) {
 		return unsafe.Slice((*float32)(unsafe.Add(unsafe.Pointer(p), bytes)), n)
 	}
 	return at(s.x, i*s.xs, s.k), at(s.c, i*s.cs, compactLanes)
+}
+
+// stripFloat32 is the kernel for Float32. It uses the kernel of other products.
+func stripFloat32(s *strip) {
+	kn := &engine32.kernels
+	floats := func(p *float32, n int) []float32 { return unsafe.Slice(p, n) }
+	s.tile = tile[float32]{m: s.m, n: compactLanes, k: s.k,
+		a: floats(s.x, (s.m-1)*s.xs/4+s.k), rs: s.xs / 4, cs: 1,
+		b: floats((*float32)(unsafe.Pointer(s.b)), s.k*compactLanes), bs: compactLanes, panel: kn.nr,
+		c: floats(s.c, (s.m-1)*s.cs/4+compactLanes), ldc: s.cs / 4, alpha: 1, beta: 1}
+	kn.tile(&s.tile)
 }
 
 func stripBF16(s *strip) {

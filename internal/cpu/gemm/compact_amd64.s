@@ -4,10 +4,10 @@
 
 #include "textflag.h"
 
-// func compactBF16AVX512(t uintptr)
+// func compactBF16AVX512(s uintptr)
 // Requires: AVX, AVX512F, MMX+
 TEXT ·compactBF16AVX512(SB), NOSPLIT, $0-8
-	MOVQ    t+0(FP), DI
+	MOVQ    s+0(FP), DI
 	MOVQ    (DI), AX
 	CMPQ    AX, $0x08
 	JE      rows8x0
@@ -693,10 +693,10 @@ DATA highHalf<>+56(SB)/4, $0xffff0000
 DATA highHalf<>+60(SB)/4, $0xffff0000
 GLOBL highHalf<>(SB), RODATA|NOPTR, $64
 
-// func compactQ8AVX512(t uintptr)
+// func compactQ8AVX512(s uintptr)
 // Requires: AVX, AVX512F, MMX+
 TEXT ·compactQ8AVX512(SB), NOSPLIT, $0-8
-	MOVQ t+0(FP), DI
+	MOVQ s+0(FP), DI
 	MOVQ (DI), AX
 	CMPQ AX, $0x08
 	JE   rows8x0
@@ -1760,10 +1760,10 @@ k8x0:
 	VZEROUPPER
 	RET
 
-// func compactBF16AVX2(t uintptr)
+// func compactBF16AVX2(s uintptr)
 // Requires: AVX, AVX2, FMA3, MMX+
 TEXT ·compactBF16AVX2(SB), NOSPLIT, $0-8
-	MOVQ    t+0(FP), DI
+	MOVQ    s+0(FP), DI
 	MOVQ    (DI), AX
 	CMPQ    AX, $0x06
 	JE      rows6x0
@@ -2522,10 +2522,10 @@ k6x1:
 	VZEROUPPER
 	RET
 
-// func compactQ8AVX2(t uintptr)
+// func compactQ8AVX2(s uintptr)
 // Requires: AVX, AVX2, F16C, FMA3, MMX+
 TEXT ·compactQ8AVX2(SB), NOSPLIT, $0-8
-	MOVQ t+0(FP), DI
+	MOVQ s+0(FP), DI
 	MOVQ (DI), AX
 	CMPQ AX, $0x06
 	JE   rows6x0

@@ -1,6 +1,9 @@
 package layer
 
-import "github.com/kasmina-go/kasmina/internal/cpu"
+import (
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
+)
 
 // Embedding copies row ids[r] of the table, which has d features, to row r of y.
 func Embedding[T cpu.Float](y []T, ids []int, table []T, d int) {
@@ -16,6 +19,23 @@ type embedding[T cpu.Float] struct {
 func (s *embedding[T]) Span(lo, hi int) {
 	for r := lo; r < hi; r++ {
 		copy(s.y[r*s.d:][:s.d], s.table[s.ids[r]*s.d:])
+	}
+}
+
+// EmbeddingCompact is [Embedding] for a table in a compact type.
+func EmbeddingCompact(y []float32, ids []int, table *gemm.Compact) {
+	cpu.Spread(len(ids), cpu.Grain(8*table.In), embeddingCompact{y, ids, table})
+}
+
+type embeddingCompact struct {
+	y     []float32
+	ids   []int
+	table *gemm.Compact
+}
+
+func (s *embeddingCompact) Span(lo, hi int) {
+	for r := lo; r < hi; r++ {
+		s.table.Row(s.y[r*s.table.In:], s.ids[r])
 	}
 }
 

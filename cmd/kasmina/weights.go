@@ -1,0 +1,83 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/hf"
+)
+
+// inferenceFlags adds the flags of machineFlags for a command that does not train. On a CPU, the precision
+// is the type of the weights in memory.
+func (o *common) inferenceFlags(c *cobra.Command) {
+	o.deviceFlags(c, "type of the weights: f32 or bf16, on a CPU also q8_0, and on a GPU also f16 or f8 (default "+
+		"f32, but on a CPU bf16 if the model's files have it)", "f32", "bf16", "q8_0", "f16", "f8")
+}
+
+// openInference opens the device to compute on for a command that does not train. It returns nil for the
+// CPU.
+func (o *common) openInference(stderr io.Writer) (*cudaops.Device, cudaops.Precision, error) {
+	if o.precision == cpuops.Q8.String() {
+		switch o.device {
+		case "auto", "cpu":
+			return nil, cudaops.Float32, nil
+		case "cuda":
+			return nil, 0, errors.New("--precision q8_0 needs --device cpu; on a GPU, f8 takes as many bytes")
+		}
+	}
+
+	device, precision, err := o.open(stderr)
+	if errors.Is(err, cpuops.ErrNoBFloat16) { // weights in bfloat16 need no such instructions
+		return nil, cudaops.BFloat16, nil
+	}
+	return device, precision, err
+}
+
+// weightType returns the type in which a CPU holds the weights of a folder, and whether it is not float32.
+// Weights that the files have in bfloat16 stay in bfloat16, which changes no weight.
+func (o *common) weightType(f *hf.Folder) (t cpuops.WeightType, compact bool) {
+	switch o.precision {
+	case "bf16":
+		return cpuops.BFloat16, true
+	case "q8_0":
+		return cpuops.Q8, true
+	case "":
+		return cpuops.BFloat16, cpuops.FastWeights() && storesBF16(f)
+	}
+	return 0, false
+}
+
+// storesBF16 reports whether all matrices of a folder are in bfloat16.
+func storesBF16(f *hf.Folder) bool {
+	matrices := 0
+	for _, t := range f.Tensors() {
+		if len(t.Shape) < 2 {
+			continue
+		}
+		if matrices++; t.Type != "BF16" {
+			return false
+		}
+	}
+	return matrices > 0
+}
+
+// loadCompact reads the model of a folder with weights of a compact type, and shows a progress bar.
+func loadCompact(ctx context.Context, f *hf.Folder, t cpuops.WeightType, seq int, stderr io.Writer) (
+	*llm.CompactModel, error) {
+	at, erase := bar(stderr, "loading", true)
+	defer erase()
+	config := f.Config
+	config.Seq = seq
+	m, err := llm.LoadCompact(ctx, t, config, newCounted(f, at))
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", f.Dir, err)
+	}
+	return m, nil
+}

@@ -1,0 +1,205 @@
+package cpuops
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/internal/graph"
+	"github.com/kasmina-go/kasmina/internal/opbase"
+)
+
+// WeightType is a type in which [Weights] holds matrices.
+type WeightType uint8
+
+// The types of weights.
+const (
+	// Float32 rounds nothing. Products are faster than with a value of the node, and like those of the other
+	// types independent of the number of rows.
+	Float32 WeightType = WeightType(gemm.Float32)
+	// BFloat16 holds a weight in 2 bytes, rounded to nearest even.
+	BFloat16 WeightType = WeightType(gemm.BFloat16)
+	// Q8 is llama.cpp's q8_0. It holds 32 neighbors in a row in 34 bytes, as multiples of their largest
+	// magnitude divided by 127.
+	Q8 WeightType = WeightType(gemm.Q8)
+)
+
+// String returns the type's name: f32, bf16 or q8_0.
+func (t WeightType) String() string { return gemm.CompactType(t).String() }
+
+// UnmarshalText sets t to the type with the given name.
+func (t *WeightType) UnmarshalText(name []byte) error {
+	for _, x := range []WeightType{Float32, BFloat16, Q8} {
+		if strings.EqualFold(string(name), x.String()) {
+			*t = x
+			return nil
+		}
+	}
+	return fmt.Errorf("the type of weights is %.20q, want f32, bf16 or q8_0", name)
+}
+
+// Weights holds matrices of a model in a compact type, for machines that only read them (see
+// [WithWeights]). The products of such machines widen the weights to float32, and everything else is in
+// float32 too. With few rows, a product takes as long as reading the weights, so compact weights make it
+// faster.
+//
+// Each element of a product is summed in an order that does not depend on the number of rows. The zero value
+// has no matrices.
+type Weights struct {
+	slab     cpu.Slab
+	matrices map[string]*gemm.Compact
+}
+
+// Bytes returns the memory that the matrices take.
+func (w *Weights) Bytes() (n int) {
+	for _, m := range w.matrices {
+		n += m.Bytes()
+	}
+	return n
+}
+
+// Add adds a matrix of the given type for the parameter with the given name. It calls read once, which must pass all
+// elements, row by row and in parts of any size, to put. It returns an error if an element is not finite or
+// exceeds the range of the type.
+func (w *Weights) Add(t WeightType, name string, rows, width int,
+	read func(put func(part []float32) error) error) error {
+	switch {
+	case t > Q8:
+		return fmt.Errorf("cpuops.Weights.Add: the type is %d, want Float32, BFloat16 or Q8", t)
+	case read == nil || rows < 1 || width < 1:
+		return errors.New("cpuops.Weights.Add: the matrix is empty or read is nil")
+	}
+
+	m := gemm.NewCompact(gemm.CompactType(t), rows, width, &w.slab)
+	f := filling{m: m, pending: make([]float32, 0, width*fillRows(width))}
+	err := read(f.put)
+	if err == nil {
+		err = f.finish()
+	}
+	if err != nil {
+		return fmt.Errorf("cpuops.Weights.Add: %s: %w", name, err)
+	}
+
+	if w.matrices == nil {
+		w.matrices = map[string]*gemm.Compact{}
+	}
+	w.matrices[name] = m
+	return nil
+}
+
+// fillRows returns the number of rows of a matrix that are converted together.
+func fillRows(width int) int { return max(1, 1<<19/(32*width)) * 32 }
+
+// A filling is a matrix whose elements arrive in parts.
+type filling struct {
+	m       *gemm.Compact
+	row     int
+	pending []float32 // of rows from row on
+}
+
+func (f *filling) put(part []float32) error {
+	for len(part) > 0 {
+		n := min(len(part), cap(f.pending)-len(f.pending))
+		f.pending = append(f.pending, part[:n]...)
+		part = part[n:]
+		if len(f.pending) == cap(f.pending) {
+			if err := f.flush(); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// flush converts the pending rows.
+func (f *filling) flush() error {
+	rows := len(f.pending) / f.m.In
+	if f.row+rows > f.m.Out {
+		return fmt.Errorf("it has more than %d×%d elements", f.m.Out, f.m.In)
+	}
+	if rows == 0 {
+		return nil
+	}
+	if err := f.m.Set(f.row, f.pending); err != nil {
+		return err
+	}
+	f.row, f.pending = f.row+rows, f.pending[:0]
+	return nil
+}
+
+func (f *filling) finish() error {
+	if got, want := f.row*f.m.In+len(f.pending), f.m.Out*f.m.In; got != want {
+		return fmt.Errorf("it has %d elements, want %d×%d", got, f.m.Out, f.m.In)
+	}
+	return f.flush()
+}
+
+// WithWeights makes inputs with the names of matrices in w read these instead of a value of the node.
+// Linear, SiLUMLP, GELUMLP, Embedding, LinearCrossEntropy and RowNorms can read them. Several machines can share the
+// weights.
+func WithWeights(w *Weights) Option {
+	return func(c *config) error {
+		if w == nil {
+			return errors.New("WithWeights: the weights are nil")
+		}
+		c.weights = w
+		return nil
+	}
+}
+
+// FastWeights reports whether the CPU has vector instructions for compact weights. Without these, products
+// are slower than in float32.
+func FastWeights() bool { return cpu.Level() == cpu.AVX2 || cpu.Level() == cpu.AVX512 }
+
+// CanBeCompact reports whether every node of a graph that reads n can read it from [Weights].
+func CanBeCompact(g *gorgonia.ExprGraph, n *gorgonia.Node) bool {
+	if n.Dims() != 2 || n.Dtype() != tensor.Float32 {
+		return false
+	}
+	for _, reader := range g.AllNodes() {
+		for i, child := range graph.Children(reader) {
+			if child == n && !readsCompact(reader, i) {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// readsCompact reports whether a node can read an operand in compact form.
+func readsCompact(n *gorgonia.Node, operand int) bool {
+	o, ok := n.Op().(opbase.CompactReader)
+	return ok && o.ReadsCompact(operand)
+}
+
+// of returns the matrix for an input, or nil if there is none.
+func (w *Weights) of(n *gorgonia.Node) (*gemm.Compact, error) {
+	if w == nil {
+		return nil, nil
+	}
+	m, ok := w.matrices[n.Name()]
+	if !ok {
+		return nil, nil
+	}
+	if n.Dtype() != tensor.Float32 || !n.Shape().Eq(tensor.Shape{m.Out, m.In}) {
+		return nil, fmt.Errorf("WithWeights: the weights are a float32 of shape (%d, %d), and the input is a "+
+			"%v of shape %v", m.Out, m.In, n.Dtype(), n.Shape())
+	}
+	return m, nil
+}
+
+// checkCompact returns an error if a node reads a compact matrix that it cannot read.
+func checkCompact(n *gorgonia.Node, in []*value) error {
+	for i, v := range in {
+		if _, ok := v.flat.(*gemm.Compact); ok && !readsCompact(n, i) {
+			return fmt.Errorf("WithWeights: it reads %s, which only Linear, SiLUMLP, GELUMLP, Embedding, "+
+				"LinearCrossEntropy and RowNorms can read in compact form", graph.Describe(v.node))
+		}
+	}
+	return nil
+}

@@ -1,0 +1,201 @@
+package llm
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"strings"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/internal/half"
+	"github.com/kasmina-go/kasmina/llm/internal/block"
+)
+
+// CompactModel is a model whose matrices are arranged for losses and generation on a CPU, in float32,
+// bfloat16 or q8_0. With the latter it takes a half or a quarter of the memory of a [Model], and generates
+// text faster, since each token takes about as long as reading the weights.
+//
+// Everything else stays in float32, including the arithmetic. The logits of a text are the same bits
+// whether it is computed alone or with others. A compact model does not change, and it has no seeds. Any
+// number of goroutines may use it.
+type CompactModel struct {
+	parts   ModelParts
+	weights *cpuops.Weights
+}
+
+// WeightReader reads the parameters of a model by name, like hf.Folder. Read passes the elements of a
+// parameter to put, in order and in parts, as little-endian numbers of type float32, float16 or bfloat16.
+type WeightReader interface {
+	Read(ctx context.Context, name string, put func(part []byte, dtype string) error) error
+}
+
+// LoadCompact reads a model with matrices of the given type. At no time does it hold the whole model in
+// float32.
+func LoadCompact(ctx context.Context, t cpuops.WeightType, c Config, r WeightReader) (*CompactModel, error) {
+	if ctx == nil || r == nil {
+		return nil, errors.New("llm: LoadCompact: the context or the reader is nil")
+	}
+	if err := c.Check(); err != nil {
+		return nil, fmt.Errorf("llm: LoadCompact: %w", err)
+	}
+
+	m, err := newCompactModel(t, c, func(name string, put func([]float32) error) error {
+		var values []float32
+		return r.Read(ctx, name, func(part []byte, dtype string) error {
+			var err error
+			if values, err = widenPart(values, part, dtype); err != nil {
+				return err
+			}
+			return put(values)
+		})
+	})
+	if err != nil {
+		return nil, fmt.Errorf("llm: LoadCompact: %w", err)
+	}
+	return m, nil
+}
+
+// Compact returns a copy of the model's current state whose matrices have the given type. It returns an
+// error if the model has seeds or is not a float32 model.
+func (m *Model) Compact(t cpuops.WeightType) (*CompactModel, error) {
+	done, err := m.Current()
+	if err != nil {
+		return nil, fmt.Errorf("llm: Compact: %w", err)
+	}
+	defer done()
+
+	if m.Dtype() != tensor.Float32 {
+		return nil, fmt.Errorf("llm: Compact: the parameters are of type %v, want float32", m.Dtype())
+	}
+	if len(m.Config.Kasmina)+len(m.Planted) > 0 {
+		return nil, errors.New("llm: Compact: the model has seeds: use the model that Plain returns")
+	}
+
+	values := map[string][]float32{}
+	for _, p := range m.Params {
+		values[p.Name] = p.Value.Float32s()
+	}
+	c, err := newCompactModel(t, m.Config, func(name string, put func([]float32) error) error {
+		return put(values[name])
+	})
+	if err != nil {
+		return nil, fmt.Errorf("llm: Compact: %w", err)
+	}
+	return c, nil
+}
+
+// newCompactModel returns a model whose parameters are passed to put by read.
+func newCompactModel(t cpuops.WeightType, c Config, read func(name string, put func([]float32) error) error) (
+	*CompactModel, error) {
+	m := &CompactModel{Outline(c), new(cpuops.Weights)}
+
+	// A small graph for logits has the same parameters as all other graphs.
+	g, err := BuildGraph(m.parts, ForLogits, 1, WithWindow(1))
+	if err != nil {
+		return nil, err
+	}
+
+	for i, n := range g.Params {
+		shape, size := n.Shape(), n.Shape().TotalSize()
+		if cpuops.CanBeCompact(g.G, n) {
+			own := t
+			if isSmall(n.Name()) {
+				own = cpuops.Float32
+			}
+			err := m.weights.Add(own, n.Name(), shape[0], shape[1], func(put func([]float32) error) error {
+				return read(n.Name(), put)
+			})
+			if err != nil {
+				return nil, err
+			}
+			continue
+		}
+
+		values := make([]float32, 0, size)
+		err := read(n.Name(), func(part []float32) error {
+			if len(part) > size-len(values) {
+				return fmt.Errorf("%s has more than %d elements", n.Name(), size)
+			}
+			values = append(values, part...)
+			return nil
+		})
+		if err == nil && len(values) < size {
+			err = fmt.Errorf("%s has %d elements, want %d", n.Name(), len(values), size)
+		}
+		if err != nil {
+			return nil, err
+		}
+		m.parts.Params[i].Value = tensor.New(tensor.WithShape(shape...), tensor.WithBacking(values))
+	}
+
+	return m, nil
+}
+
+// isSmall reports whether a parameter belongs to an adapter or is the table of positions. These are too small
+// to be worth rounding.
+func isSmall(param string) bool {
+	return param == PositionsName || strings.HasSuffix(param, block.EndingA) ||
+		strings.HasSuffix(param, block.EndingB)
+}
+
+// widenPart converts little-endian numbers to float32 in the memory of to if it is large enough.
+func widenPart(to []float32, part []byte, dtype string) ([]float32, error) {
+	size := 2
+	if dtype == "float32" {
+		size = 4
+	}
+	to = append(to[:0], make([]float32, len(part)/size)...)
+
+	switch dtype {
+	case "float32":
+		for i := range to {
+			to[i] = math.Float32frombits(binary.LittleEndian.Uint32(part[4*i:]))
+		}
+	case "bfloat16":
+		for i := range to {
+			to[i] = half.BFloat16(binary.LittleEndian.Uint16(part[2*i:])).Float32()
+		}
+	case "float16":
+		for i := range to {
+			to[i] = float32(half.Float16(binary.LittleEndian.Uint16(part[2*i:])).Float64())
+		}
+	default:
+		return nil, fmt.Errorf("the weights are of dtype %.40q, want float32, float16 or bfloat16", dtype)
+	}
+	return to, nil
+}
+
+// Config returns the model's configuration.
+func (m *CompactModel) Config() Config { return m.parts.Config }
+
+// Bytes returns the memory that the model's parameters take.
+func (m *CompactModel) Bytes() int {
+	n := m.weights.Bytes()
+	for _, p := range m.parts.Params {
+		if p.Value != nil {
+			n += int(p.Value.MemSize())
+		}
+	}
+	return n
+}
+
+// machine returns a machine for a graph of the model.
+func (m *CompactModel) machine(g *Graph) (Machine, error) {
+	return cpuops.NewMachine(g.G, cpuops.WithOutputs(g.Outputs()...), cpuops.WithWeights(m.weights))
+}
+
+// Inference returns an inference for losses, scores and generation.
+func (m *CompactModel) Inference() *Inference {
+	return &Inference{Make: m.machine, outline: &m.parts, compact: m}
+}
+
+// Generator returns a generator. Several generators of a model can be used at the same time, but
+// [NewCompactBatcher] is faster for several texts.
+func (m *CompactModel) Generator() *Generator {
+	i := m.Inference()
+	return &Generator{m.parts.Config, i.Decoder, i.Close}
+}
