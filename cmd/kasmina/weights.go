@@ -33,6 +33,10 @@ func (o *common) openInference(stderr io.Writer) (*cudaops.Device, cudaops.Preci
 		}
 	}
 
+	if o.precision != "" && new(cudaops.Precision).UnmarshalText([]byte(o.precision)) != nil {
+		return nil, 0, fmt.Errorf("--precision is %q, want f32, bf16, f16 or f8, or q8_0 on a CPU", o.precision)
+	}
+
 	device, precision, err := o.open(stderr)
 	if errors.Is(err, cpuops.ErrNoBFloat16) { // weights in bfloat16 need no such instructions
 		return nil, cudaops.BFloat16, nil
