@@ -145,24 +145,20 @@ func (v vocabulary) check(ids []int) error {
 // is nil, the model computes on the CPU. Otherwise its weights are read directly to the device.
 func (o *common) inference(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Device,
 	p cudaops.Precision, stderr io.Writer) (*llm.Inference, error) {
-	if t, compact := o.weightType(f); device == nil && compact {
-		m, err := loadCompact(ctx, f, t, seq, stderr)
-		if err != nil {
-			return nil, err
-		}
-		return m.Inference(), nil
-	}
-
-	if device == nil {
-		m, err := load(ctx, f, stderr, hf.WithConfig(func(c *llm.Config) { c.Seq = seq }))
-		return &llm.Inference{Model: m}, err
-	}
-
 	at, erase := bar(stderr, "loading", true)
 	defer erase()
 	config := f.Config
 	config.Seq = seq
-	return gpu.Load(ctx, device, p, config, newCounted(f, at))
+	w := newCounted(f, at)
+	if device != nil {
+		return gpu.Load(ctx, device, p, config, w)
+	}
+
+	m, err := llm.LoadCompact(ctx, o.weightType(f), config, w)
+	if err != nil {
+		return nil, err
+	}
+	return m.Inference(), nil
 }
 
 // counted is a folder that reports the number of weight bytes read so far.

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -10,7 +9,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
-	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
@@ -44,18 +42,16 @@ func (o *common) openInference(stderr io.Writer) (*cudaops.Device, cudaops.Preci
 	return device, precision, err
 }
 
-// weightType returns the type in which a CPU holds the weights of a folder, and whether it is not float32.
-// Weights that the files have in bfloat16 stay in bfloat16, which changes no weight.
-func (o *common) weightType(f *hf.Folder) (t cpuops.WeightType, compact bool) {
-	switch o.precision {
-	case "bf16":
-		return cpuops.BFloat16, true
-	case "q8_0":
-		return cpuops.Q8, true
-	case "":
-		return cpuops.BFloat16, cpuops.FastWeights() && storesBF16(f)
+// weightType returns the type in which a CPU holds the weights of a folder. Weights that the files have in
+// bfloat16 stay in bfloat16, which changes no weight.
+func (o *common) weightType(f *hf.Folder) cpuops.WeightType {
+	switch {
+	case o.precision == "bf16", o.precision == "" && cpuops.FastWeights() && storesBF16(f):
+		return cpuops.BFloat16
+	case o.precision == "q8_0":
+		return cpuops.Q8
 	}
-	return 0, false
+	return cpuops.Float32
 }
 
 // storesBF16 reports whether all matrices of a folder are in bfloat16.
@@ -70,18 +66,4 @@ func storesBF16(f *hf.Folder) bool {
 		}
 	}
 	return matrices > 0
-}
-
-// loadCompact reads the model of a folder with weights of a compact type, and shows a progress bar.
-func loadCompact(ctx context.Context, f *hf.Folder, t cpuops.WeightType, seq int, stderr io.Writer) (
-	*llm.CompactModel, error) {
-	at, erase := bar(stderr, "loading", true)
-	defer erase()
-	config := f.Config
-	config.Seq = seq
-	m, err := llm.LoadCompact(ctx, t, config, newCounted(f, at))
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", f.Dir, err)
-	}
-	return m, nil
 }
