@@ -2,6 +2,7 @@ package cpuops_test
 
 import (
 	"errors"
+	"maps"
 	"math"
 	"slices"
 	"strings"
@@ -42,8 +43,10 @@ func weighedValues(t *testing.T) map[string]*tensor.Dense {
 	const v, d, f, r = 40, 36, 70, 3
 	values := map[string]*tensor.Dense{}
 	random := random(t)
-	for name, shape := range map[string][]int{"table": {v, d}, "square": {d, d}, "gate": {f, d}, "up": {f, d},
-		"down": {d, f}, "gate2": {f, d}, "up2": {f, d}, "down2": {d, f}, "adapted": {f, d}, "a": {r, d}, "b": {f, r}} {
+	shapes := map[string][]int{"table": {v, d}, "square": {d, d}, "gate": {f, d}, "up": {f, d}, "down": {d, f},
+		"gate2": {f, d}, "up2": {f, d}, "down2": {d, f}, "adapted": {f, d}, "a": {r, d}, "b": {f, r}}
+	for _, name := range slices.Sorted(maps.Keys(shapes)) {
+		shape := shapes[name]
 		values[name] = normal(random, tensor.Float32, shape...)
 		x := values[name].Float32s()
 		for i := range x { // few digits, which all types represent
