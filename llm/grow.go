@@ -6,6 +6,7 @@ import (
 	"io"
 	"math"
 	"slices"
+	"strings"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
@@ -117,6 +118,10 @@ func (t *Trainer) Grow(g Growth) error {
 		c.Costs(t.growth.costOf)
 	}
 
+	if c, ok := g.Controller.(state.PlanLearner); ok {
+		c.Plan(t.growth.plan)
+	}
+
 	if c, ok := g.Controller.(state.SizeLearner); ok {
 		c.Parameters(t.growth.parametersOf)
 	}
@@ -134,7 +139,7 @@ func (t *Trainer) Grow(g Growth) error {
 // growsDepthAlone reports whether a controller grows only seeds in depth.
 func growsDepthAlone(c state.Controller) bool {
 	switch c.(type) {
-	case *control.Depth, *control.Schedule:
+	case *control.Depth, *control.Forecast, *control.Schedule:
 		return true
 	}
 	return false
@@ -149,6 +154,31 @@ func (g *growth) costOf(kind blueprints.Kind, size int) float64 {
 		return 1
 	}
 	return c.Grow(Grown{Order: order}).FLOPs() / c.FLOPs()
+}
+
+// plan describes the run to its controller.
+func (g *growth) plan() state.RunPlan {
+	c, b := g.t.Model.layout(), g.t.Config.Budget
+	p := state.RunPlan{Blocks: c.Layers, EpochTokens: float64(g.t.Config.Epoch * g.t.last.StepTokens),
+		PerToken: b.Time == 0 && b.FLOPs == 0}
+	for name, shape := range c.Parameters() {
+		if strings.HasPrefix(name, blocksPrefix) {
+			size := 1
+			for _, n := range shape {
+				size *= n
+			}
+			p.Parameters += float64(size)
+		}
+	}
+
+	for _, grown := range c.Grown {
+		if !grown.Stream {
+			p.Growths = append(p.Growths, state.RunGrowth{Epoch: grown.Step / g.t.Config.Epoch,
+				Blocks: slices.Max(grown.Order) + 1})
+		}
+	}
+
+	return p
 }
 
 // parametersOf returns the number of parameters that a blueprint would have at a weight or in the stream,
@@ -270,12 +300,37 @@ func (g *growth) endEpoch(loss float64) error {
 	}
 
 	mean := jsonfloat.Float(g.t.losses / float64(g.t.summed))
+	notes := g.notes()
 	commands, err := g.decide(verdict)
 	if err != nil {
 		return err
 	}
 
+	if err := g.tellNotes(notes, &mean); err != nil {
+		return err
+	}
+
 	return g.carryOut(commands, &mean)
+}
+
+// notes returns the notes of the controller, if it takes any. A run that follows a record has none.
+func (g *growth) notes() []string {
+	c, ok := g.options.Controller.(state.Narrator)
+	if !ok || g.options.Replay != nil {
+		return nil
+	}
+	return c.Notes(g.t.Model.Kasmina.Report())
+}
+
+// tellNotes records the controller's notes and sends them to the callbacks after the step.
+func (g *growth) tellNotes(notes []string, mean *jsonfloat.Float) error {
+	for _, text := range notes {
+		if err := g.record(Decision{Loss: mean, Note: text}); err != nil {
+			return err
+		}
+		g.t.Note(text)
+	}
+	return nil
 }
 
 // carryOut carries out the controller's commands and records them with the mean loss of the epoch.

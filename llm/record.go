@@ -17,8 +17,8 @@ import (
 // person's request to save or to stop, or a change in the share of the budget visible to the run's
 // steps.
 //
-// Requests to save or to stop are recorded for information only. They do not affect the model, so a run
-// that replays the record does not repeat them.
+// Notes of the controller and requests to save or to stop are recorded for information only. They do not
+// affect the model, so a run that replays the record does not repeat them.
 type Decision struct {
 	Step  int     `json:"step"` // number of completed steps
 	Share float64 `json:"share"`
@@ -26,6 +26,7 @@ type Decision struct {
 	Loss    *jsonfloat.Float `json:"loss,omitempty"`
 	Command *state.Command   `json:"command,omitempty"` // includes the reason for the command
 	Refused string           `json:"refused,omitempty"` // why the command was rejected
+	Note    string           `json:"note,omitempty"`    // predictions of the controller; see [state.Narrator]
 
 	Asked string `json:"asked,omitempty"` // AskedToSave or AskedToStop
 	Why   string `json:"why,omitempty"`   // who asked, and why

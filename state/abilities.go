@@ -51,3 +51,34 @@ type GradientListener interface {
 	Controller
 	Heard(of func(layer, seed int) []float64)
 }
+
+// A PlanLearner is a [Controller] that plans growth in depth for a whole run. The trainer calls Plan with
+// a function that describes the run as it is now.
+type PlanLearner interface {
+	Controller
+	Plan(of func() RunPlan)
+}
+
+// A RunPlan describes a run to a controller.
+type RunPlan struct {
+	Blocks      int     // of the model
+	Parameters  float64 // in all blocks together
+	EpochTokens float64 // tokens that the model sees in an epoch
+	// PerToken reports whether the run is limited by its steps or tokens. Otherwise, it is limited by
+	// time or FLOPs, of which a larger model needs more for each token.
+	PerToken bool
+	Growths  []RunGrowth // growths in depth that the model has not rolled back, oldest first
+}
+
+// A RunGrowth is a past growth of a model in depth.
+type RunGrowth struct {
+	Epoch  int // number of epochs that had ended
+	Blocks int // before the growth
+}
+
+// A Narrator is a [Controller] that explains its plans. After Decide, the trainer passes the same reports
+// to Notes. It adds the returned texts to the record and shows them.
+type Narrator interface {
+	Controller
+	Notes([]Report) []string
+}

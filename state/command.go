@@ -98,8 +98,8 @@ func (c Command) String() string {
 // rejected command does not affect the others. By default, a trainer stops the run if a command is
 // rejected; see the field Refused of llm.Growth.
 //
-// A controller may also implement [CheckingController], [CostLearner], [SizeLearner], [Affording],
-// [Planner] and [GradientListener].
+// A controller may also implement [CheckingController], [CostLearner], [SizeLearner], [PlanLearner],
+// [Affording], [Planner], [Narrator] and [GradientListener].
 //
 // A controller whose decisions depend only on the reports, like those in package control, continues
 // after a restart as if the run had not been interrupted.

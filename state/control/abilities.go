@@ -18,6 +18,12 @@ var (
 	_ state.CostLearner        = (*Depth)(nil)
 	_ state.Planner            = (*Depth)(nil)
 
+	_ state.CheckingController = (*Forecast)(nil)
+	_ state.CostLearner        = (*Forecast)(nil)
+	_ state.PlanLearner        = (*Forecast)(nil)
+	_ state.Planner            = (*Forecast)(nil)
+	_ state.Narrator           = (*Forecast)(nil)
+
 	_ state.CheckingController = (*Schedule)(nil)
 	_ state.Planner            = (*Schedule)(nil)
 
@@ -25,6 +31,8 @@ var (
 	_ state.CostLearner        = together(nil)
 	_ state.SizeLearner        = together(nil)
 	_ state.Affording          = together(nil)
+	_ state.PlanLearner        = together(nil)
 	_ state.Planner            = together(nil)
+	_ state.Narrator           = together(nil)
 	_ state.GradientListener   = together(nil)
 )

@@ -211,7 +211,7 @@ func (d *Depth) due(r state.Report) string {
 			d.End)
 	}
 
-	t := d.trend(r.Curve, from)
+	t := trendOf(r.Curve, from, d.flat())
 	if !t.flat || d.Begin == 0 && now.Share < t.since*cmp.Or(d.Delay, defaultDelay) {
 		return ""
 	}
@@ -238,9 +238,10 @@ type trend struct {
 	since            float64 // the share since which it has been flat
 }
 
-// trend returns the slope of a curve after the share from.
-func (d *Depth) trend(points []state.Point, from float64) trend {
-	t, flat := trend{present: math.NaN()}, d.flat()
+// trendOf returns the slope of a curve after the share from. The curve is flat where it falls at most flat
+// times as fast as at its fastest.
+func trendOf(points []state.Point, from, flat float64) trend {
+	t := trend{present: math.NaN()}
 	for i, p := range points {
 		if p.Share <= from {
 			continue

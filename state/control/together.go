@@ -59,6 +59,25 @@ func (all together) Parameters(of func(layer, seed int, kind blueprints.Kind, si
 	}
 }
 
+// Plan passes the function to the controllers that need it.
+func (all together) Plan(of func() state.RunPlan) {
+	for _, c := range all {
+		if c, ok := c.(state.PlanLearner); ok {
+			c.Plan(of)
+		}
+	}
+}
+
+// Notes returns the notes of all controllers.
+func (all together) Notes(reports []state.Report) (notes []string) {
+	for _, c := range all {
+		if c, ok := c.(state.Narrator); ok {
+			notes = append(notes, c.Notes(reports)...)
+		}
+	}
+	return notes
+}
+
 // Affords returns the errors of controllers that could never plant.
 func (all together) Affords(reports []state.Report) (err error) {
 	for _, c := range all {

@@ -25,7 +25,8 @@ import (
 type arm struct {
 	blocks    []int     // at the start and after each growth: one number for a static model
 	shares    []float64 // of the budget, one for each growth; empty if the controller decides
-	curve     bool      // the controller decides by the curve alone, without bounds
+	curve     bool      // control.Depth decides by the curve alone, without bounds
+	forecast  bool      // control.Forecast decides, within the given number of growths
 	kind      string    // stack, interleave or middle
 	rate      float64   // peak learning rate; 0 for the best rate of the static arms
 	optimizer string    // one of optim.ChoiceNames
@@ -49,14 +50,18 @@ var armKeys = []struct {
 		return err
 	}, func(a arm) string { return formatList(a.blocks) }},
 	{"share", "auto", func(a *arm, v string) (err error) {
-		if a.shares, a.curve = nil, v == "curve"; a.curve || v == "auto" {
+		a.shares, a.curve, a.forecast = nil, v == "curve", v == "forecast"
+		if a.curve || a.forecast || v == "auto" {
 			return nil
 		}
 		a.shares, err = parseList(v, parseNumber)
 		return err
 	}, func(a arm) string {
-		if a.curve {
+		switch {
+		case a.curve:
 			return "curve"
+		case a.forecast:
+			return "forecast"
 		}
 		return formatList(a.shares)
 	}},
@@ -203,13 +208,14 @@ func (a arm) check() error {
 		return errors.New("it has no blocks, want one such as blocks=12 or blocks=3-12")
 	case slices.Min(a.blocks) < 1:
 		return errors.New("want at least 1 block")
-	case !a.grows() && (len(a.shares) > 0 || a.curve):
+	case !a.grows() && (len(a.shares) > 0 || a.curve || a.forecast):
 		return errors.New("share needs a model that grows, such as blocks=3-12")
 	case a.grows() && len(a.shares) > 0 && len(a.shares) != len(a.blocks)-1:
 		return fmt.Errorf("%d growths have %d shares, want one for each, or none to let the "+
 			"controller decide", len(a.blocks)-1, len(a.shares))
-	case len(a.shares) == 0 && len(a.blocks) > 2:
-		return errors.New("the controller grows a model only once: give the shares for several growths")
+	case len(a.shares) == 0 && !a.forecast && len(a.blocks) > 2:
+		return errors.New("the controller grows a model only once: give the shares for several growths, or " +
+			"share=forecast")
 	}
 
 	for i := range a.blocks[1:] {
@@ -260,6 +266,15 @@ func (a arm) controller() state.Controller {
 		return s
 	}
 	kind, size, _ := a.growth(0) // check has seen it
+	if a.forecast {
+		f := control.NewForecast(kind, size)
+		f.Growths = len(a.blocks) - 1
+		if a.kind != "middle" {
+			f.Size = a.depth() / a.blocks[0]
+		}
+		return f
+	}
+
 	d := control.NewDepth(kind, size)
 	if a.curve {
 		d.Begin = 0

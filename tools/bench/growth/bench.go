@@ -9,6 +9,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -21,11 +22,13 @@ import (
 // benchOptions are the options of Study.
 type benchOptions struct {
 	options
-	grid   plan
-	gpus   string
-	limit  time.Duration
-	report bool
-	pack   bool
+	grid    plan
+	gpus    string
+	limit   time.Duration
+	only    *regexp.Regexp // runs whose names match; nil for all
+	prepare bool
+	report  bool
+	pack    bool
 }
 
 // parseBench reads the arguments of Study.
@@ -38,8 +41,9 @@ func parseBench(args []string, stderr io.Writer) (o benchOptions, err error) {
 
 Compares growing models with static models on equal budgets and prints a table. An arm is written as
 blocks=12,lr=0.002 (a static model) or blocks=3-12,share=0.1 (a model that grows). Without lr, the
-learning rate is tuned. Without share, the controller decides when to grow, and with share=curve it
-decides by the loss curve alone. Other keys are kind=stack|interleave|middle,
+learning rate is tuned. With share=forecast, control.Forecast decides whether, when and how much to grow.
+Without share, control.Depth decides when to grow, and with share=curve it decides by the loss curve
+alone. Other keys are kind=stack|interleave|middle,
 optimizer=adamw|muon|lion|adamw8bit, decay=cosine|linear|late, rewarm=STEPS, moments=kept|fresh,
 outputs=random|zero and norms=none|qk. Without arms, the published comparison is made.
 
@@ -57,6 +61,12 @@ Each run writes a record to the folder -out. A run with a record is not repeated
 	f.StringVar(&o.gpus, "gpus", "all",
 		"GPUs to use by position, such as 0,1, or all; a GPU named twice makes two runs at a time")
 	f.DurationVar(&o.limit, "limit", 0, "start no run that would end after this time; 0 means no limit")
+	f.Func("only", "make only runs whose names match this regular `expression`, such as 'flops-5-.*muon'",
+		func(text string) (err error) {
+			o.only, err = regexp.Compile(text)
+			return err
+		})
+	f.BoolVar(&o.prepare, "prepare", false, "only encode the text, and keep its tokens in -cache")
 	f.BoolVar(&o.report, "report", false, "only print the table of the records in -out")
 	f.BoolVar(&o.pack, "pack", false, "pack the records in -out into one file without training losses, "+
 		"and print the table")
@@ -151,6 +161,7 @@ func (o *benchOptions) finishBench(arms []string) error {
 // Study trains the arms that args name on every budget, and prints a table. It keeps a record of each
 // run and continues where an earlier call has stopped.
 func Study(ctx context.Context, args []string, stdout, stderr io.Writer) (err error) {
+	start := time.Now()
 	o, err := parseBench(args, stderr)
 	if err != nil {
 		return err
@@ -173,6 +184,10 @@ func Study(ctx context.Context, args []string, stdout, stderr io.Writer) (err er
 	}
 	defer func() { err = errors.Join(err, text.Close()) }()
 
+	if o.prepare {
+		return nil
+	}
+
 	devices, closeDevices, err := openDevices(o.device, o.gpus, stderr)
 	if err != nil {
 		return err
@@ -189,7 +204,7 @@ func Study(ctx context.Context, args []string, stdout, stderr io.Writer) (err er
 	b := &bench{study: s, options: o.options, text: text, devices: devices, stderr: stderr,
 		failed: map[string]error{}}
 	if o.limit > 0 {
-		b.deadline = time.Now().Add(o.limit)
+		b.deadline = start.Add(o.limit)
 	}
 
 	if err := b.measureSpeed(ctx); err != nil {
@@ -197,9 +212,11 @@ func Study(ctx context.Context, args []string, stdout, stderr io.Writer) (err er
 	}
 
 	// A job that fails is not repeated in this call, and the other jobs still run.
-	failed := func(j job) bool { return b.failed[j.name()] != nil }
+	unwanted := func(j job) bool {
+		return b.failed[j.name()] != nil || o.only != nil && !o.only.MatchString(j.name())
+	}
 	for {
-		jobs := slices.DeleteFunc(o.grid.jobs(s.records), failed)
+		jobs := slices.DeleteFunc(o.grid.jobs(s.records), unwanted)
 		if len(jobs) == 0 {
 			break
 		}
@@ -312,8 +329,16 @@ deal:
 
 // runOne runs a job and adds its record to the study.
 func (b *bench) runOne(ctx context.Context, j job, d *cudaops.Device, skipped *int) error {
-	// Evaluations and the start of a run take time as well, about a tenth of it.
-	expected := time.Duration(1.1*b.flops(j)/b.Speed*float64(time.Second)) + 2*time.Second
+	// Evaluations and the start of a run take time as well, about a tenth of it. Runs that share a GPU
+	// wait for each other.
+	sharing := 0
+	for _, other := range b.devices {
+		if byOrdinal(other, d) == 0 {
+			sharing++
+		}
+	}
+	expected := time.Duration(1.1*float64(sharing)*b.flops(j)/b.Speed*float64(time.Second)) + 2*time.Second
+
 	if !b.deadline.IsZero() && time.Now().Add(expected).After(b.deadline) {
 		b.mu.Lock()
 		defer b.mu.Unlock()

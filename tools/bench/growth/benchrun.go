@@ -1,6 +1,7 @@
 package growth
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -141,6 +142,8 @@ func (w *watcher) watch(e llm.Event) error {
 		}
 		w.record.Growths = append(w.record.Growths, growth{Share: e.Share, Step: e.Step,
 			Blocks: w.trainer.Model.Config.Layers, Text: text})
+	case llm.Noted:
+		w.record.Notes = append(w.record.Notes, e.Text)
 	case llm.StepEnd:
 		w.losses, w.steps = w.losses+e.Loss, w.steps+1
 		if n := len(w.record.Training); e.Last || e.Share*trainingPoints >= float64(n+1) {
@@ -189,7 +192,9 @@ func (b *bench) measureSpeed(ctx context.Context) error {
 		return nil
 	}
 
-	devices := slices.Compact(slices.Clone(b.devices))
+	// A GPU that is named twice is measured once, alone.
+	devices := slices.CompactFunc(slices.SortedFunc(slices.Values(b.devices), byOrdinal),
+		func(x, y *cudaops.Device) bool { return byOrdinal(x, y) == 0 })
 	speeds, errs := make([]float64, len(devices)), make([]error, len(devices))
 	var all sync.WaitGroup
 	for i, d := range devices {
@@ -208,6 +213,17 @@ func (b *bench) measureSpeed(ctx context.Context) error {
 	fmt.Fprintf(b.stderr, "speed     %.4g FLOPs per second for the largest model (on each device: %.4g)\n",
 		b.Speed, speeds)
 	return b.saveSettings()
+}
+
+// byOrdinal orders devices by their positions. The CPU comes first.
+func byOrdinal(x, y *cudaops.Device) int {
+	ordinal := func(d *cudaops.Device) int {
+		if d == nil {
+			return -1
+		}
+		return d.Ordinal()
+	}
+	return cmp.Compare(ordinal(x), ordinal(y))
 }
 
 // speedOf returns the FLOPs per second of the largest static model on a device.

@@ -26,7 +26,7 @@ func defaultArms(layers int) (arms []string) {
 	for _, share := range []string{"0.05", "0.1", "0.2", "0.4"} {
 		arms = append(arms, "blocks="+quarter+"-"+all+",share="+share)
 	}
-	return append(arms, "blocks="+quarter+"-"+all, "blocks="+quarter+"-"+all+",share=curve")
+	return append(arms, "blocks="+quarter+"-"+all+",share=curve", "blocks="+quarter+"-"+half+"-"+all+",share=forecast")
 }
 
 // jobs returns the jobs without a record that can run now. A job that waits for a tuned rate follows
@@ -85,7 +85,7 @@ func (p plan) trials(j job) (trials []job) {
 // static returns the static arm with the final depth of a grown model.
 func (a arm) static() arm {
 	plain, _ := parseArm("blocks=1")
-	a.blocks, a.shares, a.curve = []int{a.depth()}, nil, false
+	a.blocks, a.shares, a.curve, a.forecast = []int{a.depth()}, nil, false, false
 	a.kind, a.rewarm, a.moments = plain.kind, plain.rewarm, plain.moments
 	return a
 }

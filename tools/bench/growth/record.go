@@ -47,6 +47,7 @@ type record struct {
 	Parameters int          `json:"parameters"`
 	Device     string       `json:"device"`
 	Growths    []growth     `json:"growths,omitempty"`
+	Notes      []string     `json:"notes,omitempty"`    // the controller's predictions
 	Curve      []curvePoint `json:"curve"`              // held-out losses
 	Training   [][2]float64 `json:"training,omitempty"` // pairs of a share and the mean training loss up to it, per token
 }

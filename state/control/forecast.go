@@ -1,0 +1,521 @@
+package control
+
+import (
+	"errors"
+	"fmt"
+	"math"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// Forecast is a controller that lets a model grow in depth if that is expected to pay off by the end of
+// the run. At the end of every epoch it predicts the final loss of the run if the model never grows, if
+// it grows now, and if it grows later. The predictions follow from the curve of the run, from the cost of
+// a step, and from the number of tokens that the run has left for each parameter.
+//
+// The model grows once three conditions hold:
+//   - its loss has become flat, as defined by [Depth], so the start of training is over;
+//   - growing now is better than never growing by more than Tolerance;
+//   - growing later is not better by more than Tolerance.
+//
+// On a small budget, this may never be the case. The model then keeps its blocks, and Notes tells why.
+//
+// A run limited by steps or tokens instead of time or FLOPs puts no price on larger steps, so that
+// growing is always better than not growing, and the earlier the better. Such a run grows when the
+// current model learns less from a token than the token costs, but no later than [Depth] does with its
+// defaults.
+//
+// When the grown model has settled, the prediction is corrected by the losses that it has reached. If the
+// run would then end lower without the growth, the growth is rolled back.
+//
+// All decisions depend only on the reports, so a resumed run decides as if it had not been interrupted.
+type Forecast struct {
+	Kind blueprints.Kind // a kind of depth, such as blueprints.Stack
+	// Size is the largest size of all growths together. With kinds that multiply the number of blocks,
+	// such as blueprints.Stack, a growth may also use a divisor of Size if that is predicted to be
+	// better.
+	Size int
+	// Growths is the maximum number of growths, which take place one after another.
+	Growths int
+	// Settle is the share of the budget between a growth and its evaluation, which ends after the share
+	// Patience.
+	Settle, Patience float64
+	// Tolerance is the difference between two predictions, relative to the present loss, below which
+	// they count as equal.
+	Tolerance float64
+	// Trained means that the model has been trained before the run. Since it is unknown on how many
+	// tokens, it counts as trained on 20 tokens for each parameter in its blocks.
+	Trained bool `json:",omitempty"`
+
+	cost func(kind blueprints.Kind, size int) float64
+	plan func() state.RunPlan
+}
+
+// NewForecast returns a controller that grows a model at most once, by a kind of depth and at most a
+// size. Its Settle is 0.1, its Patience 0.25 and its Tolerance 0.005. Its fields may be changed before its
+// first use.
+func NewForecast(kind blueprints.Kind, size int) *Forecast {
+	return &Forecast{Kind: kind, Size: size, Growths: 1, Settle: 0.1, Patience: 0.25, Tolerance: 0.005}
+}
+
+// trainedTokens is the number of tokens per parameter that Trained stands for.
+const trainedTokens = 20
+
+// forecastDelay is the factor by which the spent share must grow while the loss stays flat. Without it,
+// noise in a few losses would be enough for growth.
+const forecastDelay = 1.25
+
+// Between the shares perTokenBegin and perTokenEnd, a run that is limited by steps or tokens grows even
+// if the current model still learns as much from a token as the token costs.
+const perTokenBegin, perTokenEnd = 0.4, 0.55
+
+// Costs sets the function that returns the cost of a step after growth by a kind and size, in steps of
+// the current model. The trainer calls it.
+func (f *Forecast) Costs(of func(kind blueprints.Kind, size int) float64) { f.cost = of }
+
+// Plan sets the function that describes the run. The trainer calls it.
+func (f *Forecast) Plan(of func() state.RunPlan) { f.plan = of }
+
+// Check returns an error that names all invalid fields.
+func (f *Forecast) Check() error {
+	var errs []error
+	refuse := func(format string, args ...any) {
+		errs = append(errs, fmt.Errorf("control.Forecast: %w: "+format,
+			append([]any{state.ErrArgument}, args...)...))
+	}
+
+	if _, err := blueprints.Order(f.Kind, 2, f.Size); err != nil {
+		refuse("Kind and Size: %w", err)
+	}
+
+	if f.Growths < 1 {
+		refuse("Growths is %d, want at least 1", f.Growths)
+	}
+
+	if !(0 < f.Settle && f.Settle <= f.Patience && f.Patience < 1) {
+		refuse("Settle is %v and Patience is %v, want 0 < Settle ≤ Patience < 1", f.Settle, f.Patience)
+	}
+
+	if !(f.Tolerance >= 0 && f.Tolerance < 1) {
+		refuse("Tolerance is %v, want 0 to less than 1", f.Tolerance)
+	}
+
+	return errors.Join(errs...)
+}
+
+// LeastEpochs returns the minimum number of epochs of a run in which a growth can be judged. The curve
+// contains one point per every epochs.
+func (f *Forecast) LeastEpochs(l *state.Lattice, every int) (int, error) {
+	if err := f.Check(); err != nil {
+		return 0, err
+	}
+
+	switch {
+	case l == nil:
+		return 0, errNoLattice
+	case l.Site() != blueprints.Depth:
+		return 0, nil
+	case f.Growths > l.Seeds():
+		return 0, fmt.Errorf("control.Forecast: %w: Growths is %d, but there are %d seeds in depth",
+			state.ErrArgument, f.Growths, l.Seeds())
+	}
+
+	return int(math.Ceil(float64(leastPoints*max(every, 1)) / f.Settle)), nil
+}
+
+// Decide returns the commands for seeds in depth.
+func (f *Forecast) Decide(reports []state.Report) (commands []state.Command) {
+	for layer, r := range reports {
+		if r.Site != blueprints.Depth || len(r.Curve) == 0 || f.cost == nil || f.plan == nil {
+			continue
+		}
+		for _, c := range f.decide(r) {
+			c.Layer = layer
+			commands = append(commands, c)
+		}
+	}
+	return commands
+}
+
+// decide returns the commands for one lattice.
+func (f *Forecast) decide(r state.Report) []state.Command {
+	if s, ok := active(r); ok {
+		return f.next(r, s)
+	}
+
+	seed := f.free(r)
+	if seed < 0 {
+		return nil
+	}
+
+	v := f.view(r)
+	if !v.grow {
+		return nil
+	}
+
+	// Blocks are copies of trained ones, so they need no training stage, and all commands take effect
+	// together.
+	return []state.Command{
+		{Action: state.Germinate, Seed: seed, Why: v.text,
+			Request: state.GerminationRequest{Kind: f.Kind, Size: v.option.size}},
+		{Action: state.Move, Seed: seed, To: state.Training},
+		{Action: state.Move, Seed: seed, To: state.Grafting},
+	}
+}
+
+// active returns the seed whose growth has been neither accepted nor rolled back, if there is one.
+func active(r state.Report) (s state.SeedReport, ok bool) {
+	for _, s := range r.Seeds {
+		if s.Stage != state.Dormant && !s.Stage.Ended() && s.Stage != state.Fossilized {
+			return s, true
+		}
+	}
+	return s, false
+}
+
+// free returns a seed for the next growth, or −1 if the model must not grow any more. A growth that
+// failed is not repeated.
+func (f *Forecast) free(r state.Report) int {
+	seed, grown := -1, 0
+	for _, s := range r.Seeds {
+		switch {
+		case s.Stage == state.Dormant && seed < 0:
+			seed = s.Seed
+		case s.Stage == state.Fossilized:
+			grown++
+		case s.Stage != state.Dormant:
+			return -1
+		}
+	}
+
+	if grown >= f.Growths {
+		return -1
+	}
+
+	return seed
+}
+
+// An era is a part of a run between two growths.
+type era struct {
+	epoch  int     // number of epochs that had ended when it began
+	blocks int     // of the model
+	size   float64 // see outlook
+	// offset is the difference between the tokens that the model is worth and those that it has seen in
+	// the run. A model before its first growth is worth all tokens of the run, and the tokens before it.
+	offset float64
+	points []state.Point // of the curve
+}
+
+// eras returns the parts of a run, of which the last one is still going on.
+func (f *Forecast) eras(r state.Report, plan state.RunPlan) (all []era) {
+	perBlock := plan.Parameters / float64(plan.Blocks)
+	begin := func(epoch, blocks int, offset float64) {
+		all = append(all, era{epoch: epoch, blocks: blocks, offset: offset,
+			size: saturation * perBlock * float64(blocks)})
+	}
+
+	first := plan.Blocks
+	if len(plan.Growths) > 0 {
+		first = plan.Growths[0].Blocks
+	}
+
+	earlier := 0.0
+	if f.Trained {
+		earlier = trainedTokens * perBlock * float64(first)
+	}
+
+	begin(0, first, earlier)
+	for i, g := range plan.Growths {
+		blocks := plan.Blocks
+		if i+1 < len(plan.Growths) {
+			blocks = plan.Growths[i+1].Blocks
+		}
+
+		before := all[len(all)-1]
+		seen := plan.EpochTokens * float64(g.Epoch)
+		worth := outlook{size: before.size}.worth(before.offset+seen,
+			growthOption{factor: float64(blocks) / float64(before.blocks)})
+		begin(g.Epoch, blocks, worth-seen)
+	}
+
+	for _, p := range r.Curve {
+		for i := len(all) - 1; i >= 0; i-- {
+			if p.Epoch > all[i].epoch {
+				all[i].points = append(all[i].points, p)
+				break
+			}
+		}
+	}
+
+	return all
+}
+
+// tokens returns the function that counts the tokens that the model of an era is worth.
+func (e era) tokens(plan state.RunPlan) func(epochs int) float64 {
+	return func(epochs int) float64 { return e.offset + plan.EpochTokens*float64(epochs) }
+}
+
+// rate returns how many tokens the model of an era sees while the run spends its whole budget, or 0 if
+// that is unknown.
+func (e era) rate(r state.Report, plan state.RunPlan) float64 {
+	if len(e.points) == 0 {
+		return 0
+	}
+
+	last, start := e.points[len(e.points)-1], began(r, e)
+	if last.Share <= start {
+		return 0
+	}
+
+	return plan.EpochTokens * float64(last.Epoch-e.epoch) / (last.Share - start)
+}
+
+// options returns the growths that a model of blocks could make, if it may still grow by a factor of at
+// most size.
+func (f *Forecast) options(blocks, size int) (all []growthOption) {
+	add := func(size int) {
+		if order, err := blueprints.Order(f.Kind, blocks, size); err == nil {
+			all = append(all, growthOption{size: size, factor: float64(len(order)) / float64(blocks),
+				cost: max(1, f.cost(f.Kind, size))})
+		}
+	}
+
+	if f.Kind != blueprints.Stack && f.Kind != blueprints.Interleave {
+		add(f.Size)
+		return all
+	}
+
+	for divisor := 2; divisor <= size; divisor++ {
+		if size%divisor == 0 {
+			add(divisor)
+		}
+	}
+
+	return all
+}
+
+// A view is what a controller knows before a growth.
+type view struct {
+	outlook
+	option growthOption // the best growth
+	grow   bool         // whether it should take place now
+	text   string       // the predictions, and the reason for the decision
+}
+
+// view predicts the end of the run from the reports of a model that is not growing.
+func (f *Forecast) view(r state.Report) (v view) {
+	plan := f.plan()
+	eras := f.eras(r, plan)
+	e := eras[len(eras)-1]
+	all := f.options(plan.Blocks, max(1, f.Size*eras[0].blocks/plan.Blocks))
+	rate := e.rate(r, plan)
+	if len(all) == 0 || rate == 0 {
+		return view{text: "the model has all its blocks, or has just received them"}
+	}
+
+	now := r.Curve[len(r.Curve)-1]
+	v.size, v.seen, v.rest = e.size, e.tokens(plan)(now.Epoch), (1-now.Share)*rate
+	v.text = fmt.Sprintf("%d blocks would be worth %.3g tokens per parameter by the end of the run", plan.Blocks,
+		(v.seen+v.rest)/plan.Parameters)
+
+	// price returns an option with the cost of a token to the budget.
+	price := func(g growthOption) growthOption {
+		if plan.PerToken {
+			g.cost = 1
+		}
+		return g
+	}
+
+	// Without a fit, only the order of the predictions is known.
+	fitted := len(e.points) >= leastPoints && v.fitLaw(e.points, e.tokens(plan))
+	if !fitted {
+		v.level, v.gain = 0, 1
+		v.text += v.outline(all, price, plan, now)
+		return v
+	}
+
+	for i, g := range all {
+		if i == 0 || v.outlook.grow(price(g), 0) < v.outlook.grow(price(v.option), 0) {
+			v.option = g
+		}
+	}
+
+	stay, grow := v.stay(), v.outlook.grow(price(v.option), 0)
+	later, wait := v.later(price(v.option))
+	v.text += fmt.Sprintf(": predicted final loss %.4f without growth, %.4f with %d blocks from now on", stay,
+		grow, v.blocks(plan))
+	if !math.IsInf(later, 0) {
+		v.text += fmt.Sprintf(", %.4f with them after another %.3g million tokens", later, wait/1e6)
+	}
+
+	margin := f.Tolerance * math.Abs(now.Loss)
+	t := trendOf(r.Curve, began(r, e), 1/v.option.cost)
+	flat := f.Trained || t.flat && now.Share >= forecastDelay*t.since
+	best := v.best(v.option)
+	switch {
+	case plan.PerToken && len(eras) == 1 && now.Share >= perTokenEnd:
+		v.grow = true
+		v.text += fmt.Sprintf("; grows, because a share of %.3f is spent, and growth starts at %v at the latest",
+			now.Share, perTokenEnd)
+	case !flat:
+		v.text += "; waits, because the loss still falls fast"
+	case plan.PerToken && now.Share < perTokenBegin && v.seen < best:
+		v.text += fmt.Sprintf("; waits, because a token of the small model saves more than its cost until %.3g "+
+			"million tokens", best/1e6)
+	case stay-grow <= margin:
+		v.text += "; does not grow, because that would not pay off by the end of the run"
+	case grow-later > margin:
+		v.text += "; waits, because a later growth would end lower"
+	default:
+		v.grow = true
+		v.text += "; grows"
+	}
+
+	return v
+}
+
+// blocks returns the number of blocks after the best growth.
+func (v view) blocks(plan state.RunPlan) int {
+	return int(math.Round(v.option.factor * float64(plan.Blocks)))
+}
+
+// outline describes the best growth that is known before the curve has been fitted.
+func (v *view) outline(all []growthOption, price func(growthOption) growthOption, plan state.RunPlan,
+	now state.Point) string {
+	lowest, wait := v.stay(), math.NaN()
+	for _, g := range all {
+		further := max(0, v.best(g)-v.seen)
+		if further >= v.rest {
+			continue
+		}
+		if l := v.outlook.grow(price(g), further); l < lowest {
+			lowest, wait, v.option = l, further, g
+		}
+	}
+
+	if math.IsNaN(wait) {
+		return "; as far as is known without the curve of the run, growth would not pay off"
+	}
+
+	return fmt.Sprintf("; as far as is known without the curve of the run, %d blocks from %.3g million tokens "+
+		"on, a share of %.2f, would lower the reducible loss by %.1f %%", v.blocks(plan), (v.seen+wait)/1e6,
+		now.Share+(1-now.Share)*wait/v.rest, 100*(1-lowest/v.stay()))
+}
+
+// began returns the share that was spent when an era began.
+func began(r state.Report, e era) (share float64) {
+	for _, p := range r.Curve {
+		if p.Epoch <= e.epoch {
+			share = p.Share
+		}
+	}
+	return share
+}
+
+// next returns the commands that are due for a seed with a blueprint.
+func (f *Forecast) next(r state.Report, s state.SeedReport) []state.Command {
+	move := func(to state.Stage, why string) []state.Command {
+		return []state.Command{{Action: state.Move, Seed: s.Seed, To: to, Why: why}}
+	}
+
+	now := r.Curve[len(r.Curve)-1]
+	entered, ok := at(r.Curve, r.Epoch-s.EpochsInStage)
+	if !ok {
+		entered = now
+	}
+
+	spent := now.Share - entered.Share
+	switch s.Stage {
+	case state.Germinated, state.Training:
+		return move(s.Stage.Next(), "")
+	case state.Grafting:
+		return move(state.Stabilization, "")
+	case state.Stabilization:
+		if spent >= f.Settle {
+			return move(state.Evaluating, fmt.Sprintf("it has settled for a share of %.3f", spent))
+		}
+	case state.Evaluating, state.FineTuning:
+		v, judged := f.judge(r)
+		late := spent >= f.Patience-f.Settle && s.EpochsInStage > 0
+		switch {
+		case judged && v.harm > f.Tolerance*math.Abs(now.Loss):
+			return move(state.RolledBack, v.text)
+		case !judged && late && s.Delta <= 0:
+			return move(state.RolledBack, fmt.Sprintf("the loss is %.4f higher than without it", -s.Delta))
+		case s.CanAdvance && (judged || s.Delta > 0):
+			return move(s.Stage.Next(), v.text)
+		}
+	}
+
+	return nil
+}
+
+// A judgment compares keeping a growth with rolling it back.
+type judgment struct {
+	harm float64 // predicted final loss with the growth, minus that after a rollback
+	text string
+}
+
+// judge judges the latest growth. ok is false if the curve allows no prediction.
+func (f *Forecast) judge(r state.Report) (v judgment, ok bool) {
+	plan := f.plan()
+	eras := f.eras(r, plan)
+	if len(eras) < 2 {
+		return v, false
+	}
+
+	before, e := eras[len(eras)-2], eras[len(eras)-1]
+	o := outlook{size: before.size, seen: before.tokens(plan)(e.epoch)}
+	oldRate, rate := before.rate(r, plan), e.rate(r, plan)
+	if rate == 0 || oldRate == 0 || !o.fitLaw(before.points, before.tokens(plan)) {
+		return v, false
+	}
+
+	// The losses since the model has settled correct the part of the law that depends on the tokens.
+	tokens, now := e.tokens(plan), r.Curve[len(r.Curve)-1]
+	settled := e.points[len(e.points)/2:]
+	var actual, predicted, loss float64
+	for _, p := range settled {
+		loss += p.Loss / float64(len(settled))
+		actual += p.Loss - o.loss(term(e.size))
+		predicted += o.gain * term(tokens(p.Epoch))
+	}
+
+	correction := actual / predicted
+	expected := loss - (actual-predicted)/float64(len(settled))
+	left := 1 - now.Share
+	keep := o.loss(term(e.size) + correction*term(tokens(now.Epoch)+left*rate))
+	back := o.loss(term(before.size) + term(o.seen+left*oldRate))
+	v.harm = keep - back
+	v.text = fmt.Sprintf("since it has settled, the loss is %.4f, and %.4f was predicted: predicted final loss "+
+		"%.4f, and %.4f after a rollback", loss, expected, keep, back)
+	return v, v.harm-v.harm == 0
+}
+
+// noteShare is the share of the budget between two notes.
+const noteShare = 0.05
+
+// Notes returns the predictions after the first epoch and after every twentieth of the budget.
+func (f *Forecast) Notes(reports []state.Report) (notes []string) {
+	for _, r := range reports {
+		n := len(r.Curve)
+		if r.Site != blueprints.Depth || n == 0 || f.cost == nil || f.plan == nil {
+			continue
+		}
+
+		if n > 1 && math.Floor(r.Curve[n-1].Share/noteShare) == math.Floor(r.Curve[n-2].Share/noteShare) {
+			continue
+		}
+
+		if _, growing := active(r); growing {
+			if v, ok := f.judge(r); ok {
+				notes = append(notes, "growth: "+v.text)
+			}
+		} else if f.free(r) >= 0 {
+			notes = append(notes, "growth: "+f.view(r).text)
+		}
+	}
+
+	return notes
+}

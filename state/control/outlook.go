@@ -1,0 +1,121 @@
+package control
+
+import (
+	"math"
+
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// An outlook predicts the end of a run by the law
+//
+//	L(N, T) = level + gain·(1/√T + 1/√(saturation·N))
+//
+// for a model with N parameters in its blocks that has seen T tokens. The model thus behaves as if its
+// size limited it like a text of saturation·N tokens. Level and gain are fitted to the curve of the
+// run, and the two constants of the law to earlier runs (docs/lab/growth.md). Which of several
+// predictions is the lowest does not depend on the fit.
+type outlook struct {
+	level, gain float64
+
+	size float64 // saturation·N of the current model, in tokens
+	seen float64 // tokens so far
+	rest float64 // tokens that the current model could still see
+}
+
+// saturation is the number of tokens per parameter at which the size of a model limits its loss as much
+// as the length of its text.
+const saturation = 27
+
+// term returns the contribution of a number of tokens to the loss, relative to gain.
+func term(tokens float64) float64 { return 1 / math.Sqrt(tokens) }
+
+// loss returns the loss at a value of the law's parenthesis.
+func (o outlook) loss(terms float64) float64 { return o.level + o.gain*terms }
+
+// stay returns the final loss without growth.
+func (o outlook) stay() float64 { return o.loss(term(o.seen+o.rest) + term(o.size)) }
+
+// A growthOption is a growth that a model could make: its number of blocks grows by factor, and each
+// token then costs the run cost times as much of its budget.
+type growthOption struct {
+	size         int // of the blueprint
+	factor, cost float64
+}
+
+// worth returns the number of tokens after which the grown model, if it had existed from the start,
+// would have the loss that the current model has after the given number.
+func (o outlook) worth(tokens float64, g growthOption) float64 {
+	terms := term(tokens) + term(o.size) - term(g.factor*o.size)
+	return 1 / (terms * terms)
+}
+
+// grow returns the final loss of a run that grows after further tokens.
+func (o outlook) grow(g growthOption, further float64) float64 {
+	tokens := o.worth(o.seen+further, g) + (o.rest-further)/g.cost
+	return o.loss(term(tokens) + term(g.factor*o.size))
+}
+
+// delays are the waiting times that later tries, as multiples of the tokens seen so far.
+var delays = []float64{0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32}
+
+// later returns the lowest final loss of a run that grows later, and the number of tokens that it
+// waits. The loss is infinite if the run ends too soon.
+func (o outlook) later(g growthOption) (loss, further float64) {
+	loss = math.Inf(1)
+	for _, d := range delays {
+		if wait := d * o.seen; wait < o.rest {
+			if l := o.grow(g, wait); l < loss {
+				loss, further = l, wait
+			}
+		}
+	}
+	return loss, further
+}
+
+// best returns the number of tokens after which growth saves the most, for any budget. From then on, the
+// current model learns less from a token than the token costs.
+func (o outlook) best(g growthOption) float64 {
+	root := (math.Cbrt(g.cost) - 1) / (term(o.size) - term(g.factor*o.size))
+	return root * root
+}
+
+// leastLevel is the smallest level that a fit may assume, relative to the present loss.
+const leastLevel = 0.4
+
+// fitLaw fits level and gain to the second half of the tokens in a part of a curve. It takes the function
+// that returns the tokens by the end of a number of epochs. ok is false unless the curve falls.
+func (o *outlook) fitLaw(points []state.Point, tokens func(epochs int) float64) (ok bool) {
+	if len(points) < 2 {
+		return false
+	}
+
+	first, last := points[0].Epoch-1, points[len(points)-1].Epoch
+	half := (tokens(first) + tokens(last)) / 2
+
+	var n, mx, my float64
+	for _, p := range points {
+		if t := tokens(p.Epoch); t >= half {
+			n, mx, my = n+1, mx+term(t), my+p.Loss
+		}
+	}
+
+	mx, my = mx/n, my/n
+	var xx, xy float64
+	for _, p := range points {
+		if t := tokens(p.Epoch); t >= half {
+			x := term(t) - mx
+			xx, xy = xx+x*x, xy+x*(p.Loss-my)
+		}
+	}
+
+	if n < 4 || !(xx > 0) || !(xy > 0) {
+		return false
+	}
+
+	// Early in a run, the fit would follow the steep start too far.
+	end := term(tokens(points[len(points)-1].Epoch))
+	loss := my + xy/xx*(end-mx)
+	o.gain = min(xy/xx, (1-leastLevel)*loss/(end+term(o.size)))
+	o.level = loss - o.gain*(end+term(o.size))
+	return o.gain > 0
+}
