@@ -6,6 +6,7 @@ import (
 	"math"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/curve"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -15,7 +16,8 @@ import (
 // a step, and from the number of tokens that the run has left for each parameter.
 //
 // The model grows once three conditions hold:
-//   - its loss has become flat, as defined by [Depth], so the start of training is over;
+//   - its loss has become flat, as defined by [Depth], so the start of training is over. This is taken
+//     for granted after a growth;
 //   - growing now is better than never growing by more than Tolerance;
 //   - growing later is not better by more than Tolerance.
 //
@@ -272,27 +274,50 @@ func (e era) rate(r state.Report, plan state.RunPlan) float64 {
 }
 
 // options returns the growths that a model of blocks could make, if it may still grow by a factor of at
-// most size.
-func (f *Forecast) options(blocks, size int) (all []growthOption) {
-	add := func(size int) {
-		if order, err := blueprints.Order(f.Kind, blocks, size); err == nil {
-			all = append(all, growthOption{size: size, factor: float64(len(order)) / float64(blocks),
-				cost: max(1, f.cost(f.Kind, size))})
-		}
-	}
-
+// most size in the given number of growths.
+func (f *Forecast) options(blocks, size, growths int) (all []growthOption) {
 	if f.Kind != blueprints.Stack && f.Kind != blueprints.Interleave {
-		add(f.Size)
+		if order, err := blueprints.Order(f.Kind, blocks, f.Size); err == nil {
+			all = append(all, growthOption{size: f.Size, factor: float64(len(order)) / float64(blocks),
+				cost: max(1, f.cost(f.Kind, f.Size))})
+		}
 		return all
 	}
 
-	for divisor := 2; divisor <= size; divisor++ {
+	return f.multiples(1, size, growths)
+}
+
+// multiples returns the growths of a model that has already been multiplied.
+func (f *Forecast) multiples(already, size, growths int) (all []growthOption) {
+	cost := func(multiple int) float64 {
+		if multiple == 1 {
+			return 1
+		}
+		return max(1, f.cost(f.Kind, multiple))
+	}
+
+	for divisor := 2; divisor <= size && growths > 0; divisor++ {
 		if size%divisor == 0 {
-			add(divisor)
+			all = append(all, growthOption{size: divisor, factor: float64(divisor),
+				cost: cost(already*divisor) / cost(already),
+				next: f.multiples(already*divisor, size/divisor, growths-1)})
 		}
 	}
 
 	return all
+}
+
+// priced returns an option whose tokens cost the budget nothing more, if the run is limited by tokens.
+func priced(g growthOption, perToken bool) growthOption {
+	if perToken {
+		g.cost = 1
+		next := make([]growthOption, len(g.next))
+		for i := range next {
+			next[i] = priced(g.next[i], true)
+		}
+		g.next = next
+	}
+	return g
 }
 
 // A view is what a controller knows before a growth.
@@ -308,7 +333,7 @@ func (f *Forecast) view(r state.Report) (v view) {
 	plan := f.plan()
 	eras := f.eras(r, plan)
 	e := eras[len(eras)-1]
-	all := f.options(plan.Blocks, max(1, f.Size*eras[0].blocks/plan.Blocks))
+	all := f.options(plan.Blocks, max(1, f.Size*eras[0].blocks/plan.Blocks), f.Growths-len(plan.Growths))
 	rate := e.rate(r, plan)
 	if len(all) == 0 || rate == 0 {
 		return view{text: "the model has all its blocks, or has just received them"}
@@ -319,13 +344,7 @@ func (f *Forecast) view(r state.Report) (v view) {
 	v.text = fmt.Sprintf("%d blocks would be worth %.3g tokens per parameter by the end of the run", plan.Blocks,
 		(v.seen+v.rest)/plan.Parameters)
 
-	// price returns an option with the cost of a token to the budget.
-	price := func(g growthOption) growthOption {
-		if plan.PerToken {
-			g.cost = 1
-		}
-		return g
-	}
+	price := func(g growthOption) growthOption { return priced(g, plan.PerToken) }
 
 	// Without a fit, only the order of the predictions is known.
 	fitted := len(e.points) >= leastPoints && v.fitLaw(e.points, e.tokens(plan))
@@ -350,22 +369,21 @@ func (f *Forecast) view(r state.Report) (v view) {
 	}
 
 	margin := f.Tolerance * math.Abs(now.Loss)
-	t := trendOf(r.Curve, began(r, e), 1/v.option.cost)
-	flat := f.Trained || t.flat && now.Share >= forecastDelay*t.since
+	flat := f.Trained || len(eras) > 1 || isFlat(r.Curve, began(r, e), 1/v.option.cost)
 	best := v.best(v.option)
 	switch {
 	case plan.PerToken && len(eras) == 1 && now.Share >= perTokenEnd:
 		v.grow = true
 		v.text += fmt.Sprintf("; grows, because a share of %.3f is spent, and growth starts at %v at the latest",
 			now.Share, perTokenEnd)
+	case stay-min(grow, later) <= margin:
+		v.text += "; does not grow, because that would not pay off by the end of the run"
 	case !flat:
 		v.text += "; waits, because the loss still falls fast"
 	case plan.PerToken && now.Share < perTokenBegin && v.seen < best:
 		v.text += fmt.Sprintf("; waits, because a token of the small model saves more than its cost until %.3g "+
 			"million tokens", best/1e6)
-	case stay-grow <= margin:
-		v.text += "; does not grow, because that would not pay off by the end of the run"
-	case grow-later > margin:
+	case stay-grow <= margin || grow-later > margin:
 		v.text += "; waits, because a later growth would end lower"
 	default:
 		v.grow = true
@@ -374,6 +392,38 @@ func (f *Forecast) view(r state.Report) (v view) {
 
 	return v
 }
+
+// isFlat reports whether a curve falls at most flat times as fast as at its fastest, and has done so for
+// some time. In a long run, the steep start may consist of few points, so that a fitted trend would miss
+// it. The fastest fall is therefore also searched for between single points.
+func isFlat(points []state.Point, from, flat float64) bool {
+	all := shares(points, from)
+	fastest, since := 0.0, math.Inf(1)
+	for i, p := range all {
+		for _, before := range all[:i] {
+			if before.X > 0 && p.X >= steepRatio*before.X {
+				fastest = max(fastest, (before.Y-p.Y)/math.Log(p.X/before.X))
+			}
+		}
+
+		fall, _, ok := curve.Trend(all[:i+1])
+		if !ok {
+			continue
+		}
+
+		fastest = max(fastest, fall)
+		if fall > flat*fastest {
+			since = math.Inf(1)
+		} else {
+			since = min(since, p.X)
+		}
+	}
+
+	return len(all) > 0 && all[len(all)-1].X >= forecastDelay*since
+}
+
+// steepRatio is the smallest ratio between the shares of two points whose losses define a slope.
+const steepRatio = 1.5
 
 // blocks returns the number of blocks after the best growth.
 func (v view) blocks(plan state.RunPlan) int {
@@ -496,7 +546,8 @@ func (f *Forecast) judge(r state.Report) (v judgment, ok bool) {
 // noteShare is the share of the budget between two notes.
 const noteShare = 0.05
 
-// Notes returns the predictions after the first epoch and after every twentieth of the budget.
+// Notes returns the predictions for the run. They are made when the run has just begun, as its plan, and
+// after every twentieth of the budget.
 func (f *Forecast) Notes(reports []state.Report) (notes []string) {
 	for _, r := range reports {
 		n := len(r.Curve)
@@ -504,16 +555,18 @@ func (f *Forecast) Notes(reports []state.Report) (notes []string) {
 			continue
 		}
 
-		if n > 1 && math.Floor(r.Curve[n-1].Share/noteShare) == math.Floor(r.Curve[n-2].Share/noteShare) {
+		before, now := 0.0, r.Curve[n-1].Share
+		if n > 1 {
+			before = r.Curve[n-2].Share
+		}
+		if now == 0 || before > 0 && math.Floor(before/noteShare) == math.Floor(now/noteShare) {
 			continue
 		}
 
-		if _, growing := active(r); growing {
-			if v, ok := f.judge(r); ok {
-				notes = append(notes, "growth: "+v.text)
-			}
-		} else if f.free(r) >= 0 {
+		if _, growing := active(r); !growing && f.free(r) >= 0 {
 			notes = append(notes, "growth: "+f.view(r).text)
+		} else if v, ok := f.judge(r); ok {
+			notes = append(notes, "growth: "+v.text)
 		}
 	}
 

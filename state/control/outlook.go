@@ -40,6 +40,7 @@ func (o outlook) stay() float64 { return o.loss(term(o.seen+o.rest) + term(o.siz
 type growthOption struct {
 	size         int // of the blueprint
 	factor, cost float64
+	next         []growthOption // growths of the grown model
 }
 
 // worth returns the number of tokens after which the grown model, if it had existed from the start,
@@ -49,10 +50,18 @@ func (o outlook) worth(tokens float64, g growthOption) float64 {
 	return 1 / (terms * terms)
 }
 
-// grow returns the final loss of a run that grows after further tokens.
+// grow returns the final loss of a run that grows after further tokens, and grows again when that saves
+// the most.
 func (o outlook) grow(g growthOption, further float64) float64 {
-	tokens := o.worth(o.seen+further, g) + (o.rest-further)/g.cost
-	return o.loss(term(tokens) + term(g.factor*o.size))
+	grown := o
+	grown.size, grown.seen, grown.rest = g.factor*o.size, o.worth(o.seen+further, g), (o.rest-further)/g.cost
+	loss := grown.stay()
+	for _, n := range g.next {
+		if wait := max(0, grown.best(n)-grown.seen); wait < grown.rest {
+			loss = min(loss, grown.grow(n, wait))
+		}
+	}
+	return loss
 }
 
 // delays are the waiting times that later tries, as multiples of the tokens seen so far.

@@ -26,6 +26,9 @@ import (
 var evaluationShares = []float64{0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4,
 	0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1}
 
+// epochs is the approximate number of epochs in a run of the largest model. Smaller models have more.
+const epochs = 200
+
 // trainingPoints is the number of training losses in a record.
 const trainingPoints = 128
 
@@ -106,7 +109,7 @@ func (b *bench) trainer(j job, d *cudaops.Device) (*llm.Trainer, error) {
 	}
 
 	steps := flops / b.Largest.FLOPs() / float64(b.Batch*c.Seq)
-	train.Epoch = max(1, int(steps/200))
+	train.Epoch = max(1, int(steps/epochs))
 	if train.Schedule, err = optim.Warmup(j.Arm.rate, min(warmup, int(steps/20))); err != nil {
 		return nil, err
 	}
