@@ -489,6 +489,43 @@ func TestReplay(t *testing.T) {
 	}
 }
 
+// TestForecastIsRecorded checks that a run with a Forecast states its plan, its predictions and its verdict,
+// in the record and to callbacks, and that the record repeats the run bit for bit.
+func TestForecastIsRecorded(t *testing.T) {
+	c := Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 12, Depth: 1}.Default()
+	var record bytes.Buffer
+	var notes []string
+	run := func(g Growth) *Trainer {
+		tr := newTrainer(t, trainerOptions{config: c, steps: 600})
+		require.NoError(t, tr.Grow(g))
+		tr.On(func(e Event) error {
+			if e.Kind == Noted {
+				notes = append(notes, e.Text)
+			}
+			return nil
+		})
+		require.NoError(t, tr.Run(context.Background()))
+		return tr
+	}
+
+	first := run(Growth{Controller: control.NewForecast(blueprints.Stack, 2), Record: &record})
+	require.Greater(t, len(notes), 10)
+	require.Contains(t, notes[0], "growth: 1 blocks would be worth")
+	for _, note := range notes {
+		require.Contains(t, record.String(), note)
+	}
+	require.Contains(t, record.String(), `"action":"Germinate"`)
+	require.Contains(t, record.String(), `"why":"since it has settled, the loss is`)
+
+	notes = nil
+	r, err := ReadRecord(bytes.NewReader(record.Bytes()))
+	require.NoError(t, err)
+	again := run(Growth{Replay: r})
+	require.Empty(t, notes)
+	require.Equal(t, learntBy(t, first), learntBy(t, again))
+	require.Equal(t, first.Model.Config, again.Model.Config)
+}
+
 // FuzzRecord passes arbitrary text to ReadRecord and the resulting commands to a model. A rejected
 // command must not change the model.
 func FuzzRecord(f *testing.F) {

@@ -437,7 +437,9 @@ func (o *trainOptions) trainer(c *cobra.Command, from origin, on machines,
 	}
 
 	if o.grow > 0 {
-		err = t.Grow(llm.Growth{Controller: control.NewDepth(blueprints.Stack, o.grow)})
+		forecast := control.NewForecast(blueprints.Stack, o.grow)
+		forecast.Trained = o.model != ""
+		err = t.Grow(llm.Growth{Controller: forecast})
 	}
 
 	o.adapters.seed = o.seed

@@ -29,7 +29,8 @@ import (
 // defaults.
 //
 // When the grown model has settled, the prediction is corrected by the losses that it has reached. If the
-// run would then end lower without the growth, the growth is rolled back.
+// run would then end lower without the growth, by more than Tolerance and the noise of the losses, the
+// growth is rolled back.
 //
 // All decisions depend only on the reports, so a resumed run decides as if it had not been interrupted.
 type Forecast struct {
@@ -489,7 +490,7 @@ func (f *Forecast) next(r state.Report, s state.SeedReport) []state.Command {
 		v, judged := f.judge(r)
 		late := spent >= f.Patience-f.Settle && s.EpochsInStage > 0
 		switch {
-		case judged && v.harm > f.Tolerance*math.Abs(now.Loss):
+		case judged && v.harm > f.Tolerance*math.Abs(now.Loss)+2*v.noise:
 			return move(state.RolledBack, v.text)
 		case !judged && late && s.Delta <= 0:
 			return move(state.RolledBack, fmt.Sprintf("the loss is %.4f higher than without it", -s.Delta))
@@ -503,8 +504,9 @@ func (f *Forecast) next(r state.Report, s state.SeedReport) []state.Command {
 
 // A judgment compares keeping a growth with rolling it back.
 type judgment struct {
-	harm float64 // predicted final loss with the growth, minus that after a rollback
-	text string
+	harm  float64 // predicted final loss with the growth, minus that after a rollback
+	noise float64 // standard error of the losses by which the prediction was corrected
+	text  string
 }
 
 // judge judges the latest growth. ok is false if the curve allows no prediction.
@@ -525,15 +527,22 @@ func (f *Forecast) judge(r state.Report) (v judgment, ok bool) {
 	// The losses since the model has settled correct the part of the law that depends on the tokens.
 	tokens, now := e.tokens(plan), r.Curve[len(r.Curve)-1]
 	settled := e.points[len(e.points)/2:]
+	n := float64(len(settled))
 	var actual, predicted, loss float64
 	for _, p := range settled {
-		loss += p.Loss / float64(len(settled))
+		loss += p.Loss / n
 		actual += p.Loss - o.loss(term(e.size))
 		predicted += o.gain * term(tokens(p.Epoch))
 	}
 
+	for _, p := range settled {
+		off := p.Loss - o.loss(term(e.size)) - o.gain*term(tokens(p.Epoch)) - (actual-predicted)/n
+		v.noise += off * off
+	}
+
+	v.noise = math.Sqrt(v.noise/max(1, n-1)) / math.Sqrt(n)
 	correction := actual / predicted
-	expected := loss - (actual-predicted)/float64(len(settled))
+	expected := loss - (actual-predicted)/n
 	left := 1 - now.Share
 	keep := o.loss(term(e.size) + correction*term(tokens(now.Epoch)+left*rate))
 	back := o.loss(term(before.size) + term(o.seen+left*oldRate))
