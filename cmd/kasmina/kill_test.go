@@ -4,6 +4,7 @@ package main
 
 import (
 	"cmp"
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -29,10 +30,10 @@ import (
 	"github.com/kasmina-go/kasmina/llm/runlog"
 )
 
-// kills is the number of runs that TestKilled kills:
+// kills is the number of runs that TestKilled and TestKilledFinetune each kill:
 //
 //	go test ./cmd/kasmina -run TestKilled -kills 200 -timeout 1h -v
-var kills = flag.Int("kills", 12, "how many times kasmina train is killed")
+var kills = flag.Int("kills", 12, "how many times kasmina train and kasmina finetune are killed")
 
 const (
 	// aimVariable tells a process when to kill itself; see aim.
@@ -107,12 +108,22 @@ type killedRun struct {
 	shard  int  // bytes
 	parts  bool // ranks write checkpoints in parts, which have random names
 	fresh  bool // the model is trained from scratch
+
+	tunes string // data of kasmina finetune; "" for kasmina train
 }
 
 func (r *killedRun) command(t *testing.T, out string, env ...string) *exec.Cmd {
 	model := []string{"train", "--model", tiny}
 	if r.fresh {
 		model = append([]string{"train", "--cache", filepath.Join(filepath.Dir(out), "cache")}, freshSizes...)
+	}
+
+	if r.tunes != "" {
+		args := append([]string{"finetune", "--model", tiny, "--data", r.tunes, "--out", out, "--device", "cpu",
+			"--lr", "0.003", "--quiet"}, r.args...)
+		c := program(t, env, args...)
+		c.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+		return c
 	}
 
 	args := append(append(model, "--data", license, "--out", out, "--seq", "16",
@@ -150,6 +161,23 @@ func killedRuns() []*killedRun {
 	}
 }
 
+// tuningRuns are short runs of kasmina finetune of all kinds, on one rank and on two.
+func tuningRuns(t *testing.T) []*killedRun {
+	texts, pairs := writeTuning(t, 40), writePairs(t, 40)
+	common := []string{"--steps", "12", "--batch", "1", "--accumulate", "2", "--save-every", "3", "--eval-every",
+		"4"}
+	with := func(more ...string) []string { return append(slices.Clone(common), more...) }
+	return []*killedRun{
+		{name: "lora", tunes: texts, args: with("--rank", "4")},
+		{name: "dora with dropout, 2 ranks", tunes: texts, args: with("--method", "dora", "--dropout", "0.1", "--rank",
+			"4", "--gpus", "2")},
+		{name: "pairs", tunes: pairs, args: with("--rank", "4")},
+		{name: "full", tunes: texts, args: with("--method", "full")},
+		{name: "pairs, full, 2 ranks", tunes: pairs, args: with("--method", "full", "--gpus", "2")},
+		{name: "lora, merged", tunes: texts, args: with("--rank", "4", "--merge")},
+	}
+}
+
 // randomAim returns a random moment in a phase.
 func randomAim(r *rand.Rand, phase string) aim {
 	up := func(d time.Duration) time.Duration { return time.Duration(r.Int64N(int64(d))) }
@@ -178,7 +206,7 @@ func randomAim(r *rand.Rand, phase string) aim {
 			a.delay = up(3 * time.Millisecond)
 		}
 	case "final save":
-		a.point, a.path = write, "model-"
+		a.point, a.path = write, "model"
 		if r.IntN(2) > 0 {
 			a.path, a.n = ".kasmina-", 1+r.IntN(4)
 		}
@@ -202,10 +230,14 @@ var killPhases = []string{"start", "claim", "manifest", "first step", "update", 
 // TestKilled kills kasmina train at random moments of all phases, on one and on two ranks, and gives the
 // same command again until it finishes. Each folder must then have exactly the files of a run that was
 // never killed, byte for byte.
-func TestKilled(t *testing.T) {
+func TestKilled(t *testing.T) { testKilled(t, killedRuns()) }
+
+// TestKilledFinetune is TestKilled for kasmina finetune.
+func TestKilledFinetune(t *testing.T) { testKilled(t, tuningRuns(t)) }
+
+func testKilled(t *testing.T, runs []*killedRun) {
 	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
 	dir := t.TempDir()
-	runs := killedRuns()
 	want := map[string]string{} // folders of runs without a kill
 	count, countBy := 0, map[string]int{}
 
@@ -335,6 +367,9 @@ func (r *killedRun) sameFolder(t *testing.T, want, got string, history []string)
 			require.Equal(t, lossesIn(t, filepath.Join(want, name)),
 				lossesIn(t, filepath.Join(got, name)), after)
 			continue
+		case filepath.Base(name) == resultName:
+			require.Equal(t, resultIn(t, filepath.Join(want, name)), resultIn(t, filepath.Join(got, name)), after)
+			continue
 		}
 		x, err := os.ReadFile(filepath.Join(want, name))
 		require.NoError(t, err)
@@ -344,6 +379,15 @@ func (r *killedRun) sameFolder(t *testing.T, want, got string, history []string)
 			t.Fatalf("%s differs: %s", name, after)
 		}
 	}
+}
+
+// resultIn returns the result of a run without its speed, its memory and its folder.
+func resultIn(t *testing.T, path string) (result tuned) {
+	text, err := os.ReadFile(path)
+	require.NoError(t, err)
+	require.NoError(t, json.Unmarshal(text, &result))
+	result.TokensPerS, result.PeakGiB, result.Out = 0, 0, ""
+	return result
 }
 
 // filesIn lists everything in a folder.
