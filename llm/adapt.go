@@ -6,6 +6,7 @@ import (
 	"hash/fnv"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"strings"
 
 	"gorgonia.org/tensor"
@@ -31,6 +32,85 @@ func Adapt(m *Model, a LoRA, seed uint64) (*Model, error) {
 	})
 }
 
+// An Adapter holds the low-rank adapters for a model, apart from that model. [Model.Attach] adds them to it,
+// and a [Batcher] chooses among several for each text.
+type Adapter struct {
+	LoRA   LoRA
+	Params []Param // by the names that a model with the adapters has for them
+}
+
+// NewAdapter returns an adapter with zeros for models of a configuration.
+func NewAdapter(c Config, a LoRA, dt tensor.Dtype) (*Adapter, error) {
+	if a.IsZero() {
+		return nil, errors.New("llm: NewAdapter: the LoRA is its zero value, want a Rank, an Alpha and Targets")
+	}
+
+	c.Adapter = a
+	if err := c.Check(); err != nil {
+		return nil, err
+	}
+
+	next := &Adapter{LoRA: a}
+	for _, p := range c.adapterSpecs() {
+		next.Params = append(next.Params, Param{p.Name, newParamValue(dt, p.Shape, nil)})
+	}
+	return next, nil
+}
+
+// Param returns the values of a parameter, or nil if the adapter lacks it.
+func (a *Adapter) Param(name string) *tensor.Dense {
+	for _, p := range a.Params {
+		if p.Name == name {
+			return p.Value
+		}
+	}
+	return nil
+}
+
+// Attach returns a model with an adapter. It shares the memory of m's parameters and of the adapter.
+func (m *Model) Attach(a *Adapter) (*Model, error) {
+	done, err := m.Current()
+	if err != nil {
+		return nil, fmt.Errorf("llm: Attach: %w", err)
+	}
+	defer done()
+
+	if err := a.fits(m.Config, m.Dtype()); err != nil {
+		return nil, fmt.Errorf("llm: Attach: %w", err)
+	}
+	next, err := m.adapted(a.LoRA, func(ParamSpec) func() float64 { return nil })
+	if err != nil {
+		return nil, err
+	}
+
+	for i, p := range next.Params {
+		if IsAdapterParam(p.Name) {
+			next.Params[i].Value = a.Param(p.Name)
+		}
+	}
+	return next, nil
+}
+
+// fits returns an error unless the adapter fits models of a configuration and type.
+func (a *Adapter) fits(c Config, dt tensor.Dtype) error {
+	if a == nil {
+		return errors.New("it is nil")
+	}
+
+	c.Adapter = a.LoRA
+	if err := c.Check(); err != nil {
+		return err
+	}
+	for _, p := range c.adapterSpecs() {
+		v := a.Param(p.Name)
+		if v == nil || !slices.Equal(v.Shape(), p.Shape) || v.Dtype() != dt {
+			return fmt.Errorf("the adapter does not fit the model: its %s is not a %v of shape %v", p.Name, dt,
+				p.Shape)
+		}
+	}
+	return nil
+}
+
 // adapt returns a model with adapters. The function start returns the initial values of their matrices a.
 func adapt(m *Model, a LoRA, start func(ParamSpec) func() float64) (*Model, error) {
 	done, err := m.Current()
@@ -38,7 +118,11 @@ func adapt(m *Model, a LoRA, start func(ParamSpec) func() float64) (*Model, erro
 		return nil, fmt.Errorf("llm: Adapt: %w", err)
 	}
 	defer done()
+	return m.adapted(a, start)
+}
 
+// adapted implements adapt for a model that is locked.
+func (m *Model) adapted(a LoRA, start func(ParamSpec) func() float64) (next *Model, err error) {
 	if !m.Config.Adapter.IsZero() {
 		return nil, errors.New("llm: Adapt: the model has adapters already: adapt the model that it was made " +
 			"of, or merge them with Model.Plain")
@@ -53,7 +137,7 @@ func adapt(m *Model, a LoRA, start func(ParamSpec) func() float64) (*Model, erro
 		return nil, err
 	}
 
-	next := &Model{Config: c, byName: map[string]int{}}
+	next = &Model{Config: c, byName: map[string]int{}}
 	for p := range c.Specs() {
 		v := m.Param(p.Name)
 		switch {
@@ -83,8 +167,12 @@ func adapt(m *Model, a LoRA, start func(ParamSpec) func() float64) (*Model, erro
 
 // rowNorms writes ‖w + s·b·a‖ of each row of a target to norms.
 func (m *Model) rowNorms(target string, norms *tensor.Dense) {
-	w, a, b := m.Param(target+".weight"), m.Param(target+block.EndingA), m.Param(target+block.EndingB)
-	scale := m.Config.Adapter.ScaleOf(target)
+	writeRowNorms(norms, m.Param(target+".weight"), m.Param(target+block.EndingA), m.Param(target+block.EndingB),
+		m.Config.Adapter.ScaleOf(target))
+}
+
+// writeRowNorms writes ‖w + scale·b·a‖ of each row to norms.
+func writeRowNorms(norms, w, a, b *tensor.Dense, scale float64) {
 	switch to := norms.Data().(type) {
 	case []float32:
 		rowNorms(to, w.Float32s(), a.Float32s(), b.Float32s(), scale)

@@ -12,6 +12,7 @@ import (
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/op/kvcache"
+	"github.com/kasmina-go/kasmina/op/lowrank"
 )
 
 // BatcherOptions configures a [Batcher]. Zero values select the defaults.
@@ -26,6 +27,9 @@ type BatcherOptions struct {
 	// texts with the same beginning, such as the turns of a conversation. By default, the cache takes
 	// up to 512 MiB, or holds 1024 tokens if these take more. A negative number disables it.
 	Kept int
+	// Adapters are low-rank adapters for the model. Each text uses one of them or none, in the same
+	// passes; see [Batcher.Adapted].
+	Adapters []*Adapter
 }
 
 // Batcher continues any number of texts at the same time, on the CPU. Each pass over the model computes
@@ -51,6 +55,8 @@ type Batcher struct {
 	// The following fields belong to the goroutine that runs the passes.
 	graphs   map[passShape]Runner
 	spans    kvcache.Spans
+	adapters selectable // of the model in its last state
+	selected lowrank.Selection
 	kept     []*batchText // most recently used first
 	seen     uint64       // changes of the model at the last pass
 	shape    uint64       // and the state of its blocks
@@ -70,18 +76,20 @@ func withSpans(rows int, spans *kvcache.Spans) GraphOption {
 // A batchText is the part of a text that has been computed.
 type batchText struct {
 	tokens   []int
+	adapter  int
 	sequence *kvcache.Sequence
 	seen     uint64 // changes of the model when it was computed
 }
 
 // A batchJob is a request for the logits that follow a text.
 type batchJob struct {
-	ctx    context.Context
-	tokens []int      // the whole text
-	text   *batchText // keys and values of some first tokens; nil before the first pass
-	logits any
-	err    error
-	done   chan struct{}
+	ctx     context.Context
+	tokens  []int      // the whole text
+	adapter int        // index, or noAdapter
+	text    *batchText // keys and values of some first tokens; nil before the first pass
+	logits  any
+	err     error
+	done    chan struct{}
 }
 
 // errBatcherClosed is the cause of the errors of texts that a closed Batcher cannot continue.
@@ -151,15 +159,32 @@ func (b *Batcher) parts() ModelParts {
 // generators, and several goroutines may use it at the same time.
 func (b *Batcher) Generator() *Generator { return GeneratorOf(b.config, b.Decoder) }
 
+// Adapted returns a generator like Generator for the model with one of BatcherOptions.Adapters.
+func (b *Batcher) Adapted(adapter int) (*Generator, error) {
+	if adapter < 0 || adapter >= len(b.options.Adapters) {
+		return nil, fmt.Errorf("llm: Batcher.Adapted: there is no adapter %d of %d", adapter,
+			len(b.options.Adapters))
+	}
+	return GeneratorOf(b.config, func() (func(ctx context.Context, tokens []int) (any, error), error) {
+		return b.decoder(adapter)
+	}), nil
+}
+
 // Decoder returns a function that computes the logits for the token that follows a text. See
 // [Engine].
 func (b *Batcher) Decoder() (func(ctx context.Context, tokens []int) (any, error), error) {
+	return b.decoder(noAdapter)
+}
+
+// decoder implements Decoder for the model with an adapter.
+func (b *Batcher) decoder(adapter int) (func(ctx context.Context, tokens []int) (any, error), error) {
 	var text *batchText
 	return func(ctx context.Context, tokens []int) (any, error) {
 		if err := b.check(tokens); err != nil {
 			return nil, err
 		}
-		j := &batchJob{ctx: ctx, tokens: slices.Clone(tokens), text: text, done: make(chan struct{})}
+		j := &batchJob{ctx: ctx, tokens: slices.Clone(tokens), adapter: adapter, text: text,
+			done: make(chan struct{})}
 		text = nil // until the job has ended without an error
 
 		b.mu.Lock()
@@ -284,7 +309,9 @@ func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
 	var finishing []*batchJob
 	var lastRows []int // the rows of their last tokens
 	rows := 0
+	var adapters []int // of the rows
 	for i, c := range chosen {
+		adapters = append(adapters, slices.Repeat([]int{c.adapter}, c.rows)...)
 		spans[i] = kvcache.Span{Sequence: c.text.sequence, Start: len(c.text.tokens), Rows: c.rows}
 		rows += c.rows
 		if len(c.text.tokens)+c.rows == len(c.tokens) {
@@ -294,6 +321,7 @@ func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
 	if err := b.spans.Set(spans...); err != nil {
 		return nil, err
 	}
+	b.selected.Set(adapters)
 
 	r, err := b.graph(rows, len(finishing))
 	if err != nil {
@@ -366,11 +394,14 @@ func (b *Batcher) locate(j *batchJob) {
 
 	most, longest := 0, &batchText{sequence: &kvcache.Sequence{}}
 	for _, t := range b.kept {
+		if t.adapter != j.adapter {
+			continue
+		}
 		if n := min(commonPrefix(t.tokens, j.tokens), len(j.tokens)-1); n > most {
 			most, longest = n, t
 		}
 	}
-	j.text = &batchText{tokens: slices.Clone(longest.tokens[:most]),
+	j.text = &batchText{tokens: slices.Clone(longest.tokens[:most]), adapter: j.adapter,
 		sequence: longest.sequence.Prefix(most), seen: b.seen}
 }
 
@@ -401,6 +432,12 @@ func (b *Batcher) keep(t *batchText) {
 // prepare detects changes to the model since the last pass.
 func (b *Batcher) prepare() error {
 	if b.model == nil {
+		if b.adapters == nil { // a compact model does not change
+			var err error
+			if b.adapters, err = selectableOf(b.parts(), b.options.Adapters, b.compact.norms); err != nil {
+				return err
+			}
+		}
 		_, err := b.graph(1, 1)
 		return err
 	}
@@ -410,6 +447,13 @@ func (b *Batcher) prepare() error {
 			return err
 		}
 		b.seen, b.kept = now, nil
+		var err error
+		if b.adapters, err = selectableOf(b.model.Parts(), b.options.Adapters, b.model.norms); err != nil {
+			return err
+		}
+		if err := b.closeGraphs(); err != nil {
+			return err
+		}
 	}
 
 	shape, attached := shapeOf(b.model), attachedTo(b.model.Kasmina)
@@ -440,7 +484,8 @@ func (b *Batcher) graph(rows, wanted int) (Runner, error) {
 		}
 	}
 
-	g, err := BuildGraph(b.parts(), ForLogits, 1, withSpans(shape.rows, &b.spans), WithRows(shape.wanted))
+	g, err := BuildGraph(b.parts(), ForLogits, 1, withSpans(shape.rows, &b.spans), WithRows(shape.wanted),
+		withAdapters(b.adapters, &b.selected))
 	if err != nil {
 		return Runner{}, err
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
@@ -216,4 +217,111 @@ func BenchmarkBatcher(b *testing.B) {
 			b.ReportMetric(float64(texts)*float64(b.N)/b.Elapsed().Seconds(), "tokens/s")
 		})
 	}
+}
+
+// TestBatcherAdapters continues texts with different adapters, and without one, in the same passes, and
+// compares the logits of every token with those of the adapted models alone.
+func TestBatcherAdapters(t *testing.T) {
+	t.Run("model", func(t *testing.T) { testBatcherAdapters(t, tensor.Float64, false, 1e-12) })
+	t.Run("compact model", func(t *testing.T) { testBatcherAdapters(t, tensor.Float32, true, 2e-5) })
+}
+
+func testBatcherAdapters(t *testing.T, dt tensor.Dtype, compact bool, tolerance float64) {
+	c := maskedConfig()
+	c.Documents = false
+	if compact {
+		c.Dim, c.HeadDim, c.FF = 64, 32, 96 // matrices large enough to be compact
+	}
+	base, err := NewModel(c, dt, 7)
+	require.NoError(t, err)
+
+	models := []*Model{base}
+	var all []*Adapter
+	kinds := adapters(t, c)
+	for i, name := range []string{"LoRA", "DoRA with dropout", "some layers"} {
+		m, err := Adapt(base, kinds[name], uint64(i))
+		require.NoError(t, err)
+		fill(m)
+		a := &Adapter{LoRA: kinds[name]}
+		for _, p := range m.Params {
+			if IsAdapterParam(p.Name) {
+				a.Params = append(a.Params, p)
+			}
+		}
+		models, all = append(models, m), append(all, a)
+	}
+
+	o := BatcherOptions{Texts: 4, Rows: 7, Kept: 60, Adapters: all}
+	inference := func(m *Model) *Inference { return &Inference{Model: m} }
+	var b *Batcher
+	if compact {
+		small, err := base.Compact(cpuops.BFloat16)
+		require.NoError(t, err)
+		b, err = NewCompactBatcher(small, o)
+		require.NoError(t, err)
+		defer b.Close()
+		inference = func(m *Model) *Inference {
+			small, err := m.Compact(cpuops.BFloat16)
+			require.NoError(t, err)
+			return small.Inference()
+		}
+	} else {
+		b = newBatcher(t, base, o)
+	}
+	var alones []*Inference
+	for i := range 12 {
+		alones = append(alones, inference(models[i%4]))
+	}
+
+	var texts sync.WaitGroup
+	for i := range 12 {
+		texts.Go(func() {
+			g := b.Generator()
+			if adapter := i%4 - 1; adapter >= 0 {
+				var err error
+				if g, err = b.Adapted(adapter); err != nil {
+					t.Error(err)
+					return
+				}
+			}
+
+			alone := alones[i]
+			defer alone.Close()
+			next, err := g.decoder()
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			want, err := alone.Decoder()
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			for text := []int{1, 2, 3}; len(text) < c.Seq; text = append(text, (5*len(text)+i/4)%16) {
+				x, err := next(t.Context(), text)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				y, err := want(t.Context(), text)
+				if err != nil {
+					t.Error(err)
+				} else if off := apartBy(t, x, y); !(off < tolerance) {
+					t.Errorf("text %d of %d tokens: the logits differ by %.2g", i, len(text), off)
+				}
+			}
+		})
+	}
+	texts.Wait()
+
+	_, err = b.Adapted(3)
+	require.ErrorContains(t, err, "there is no adapter 3 of 3")
+	_, err = NewBatcher(models[1], BatcherOptions{Adapters: all})
+	require.ErrorContains(t, err, "give the model without them")
+	_, err = NewBatcher(base, BatcherOptions{Adapters: []*Adapter{nil}})
+	require.ErrorContains(t, err, "adapter 0: it is nil")
+	other := *all[0]
+	other.Params = all[2].Params
+	_, err = NewBatcher(base, BatcherOptions{Adapters: []*Adapter{&other}})
+	require.ErrorContains(t, err, "does not fit the model")
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/llm/internal/block"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/op/lowrank"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -264,7 +265,9 @@ type graphBuilder struct {
 	blocks     block.Builder // builder for sequences of up to Config.Seq; its Position is set for cached decoding
 	cached     bool          // whether to add a Position
 	spanRows   int           // rows of a graph with blocks.Spans
-	keeps      bool          // whether to output keys and values for a cached graph
+	adapters   selectable    // among which selection chooses for each row
+	selection  *lowrank.Selection
+	keeps      bool // whether to output keys and values for a cached graph
 	out        *Graph
 	nodes      map[string]*gorgonia.Node // parameters by name
 }
@@ -504,6 +507,7 @@ func (b *graphBuilder) tuning(i int) (t block.Tuning) {
 		}
 	}
 
+	t.Selected, t.Selection = b.adapters.of(prefix), b.selection
 	t.Adapters = b.Config.adaptersOf(i)
 	if b.kind != ForTraining {
 		for k := range t.Adapters {

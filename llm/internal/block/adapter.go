@@ -5,6 +5,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/op/lowrank"
 )
 
 // Tuning describes which parameters of a block learn. In its zero value, all parameters learn and
@@ -12,6 +13,10 @@ import (
 type Tuning struct {
 	Frozen   map[string]bool // weights of linear layers without gradients, by name
 	Adapters []Adapter
+
+	// Selected holds, by layer, the adapters among which Selection chooses for each row.
+	Selected  map[string][]*lowrank.Adapter
+	Selection *lowrank.Selection
 }
 
 // An Adapter adds the product of two narrow matrices to the weight of a linear layer:
@@ -74,11 +79,16 @@ func (t Tuning) adapter(layer string) (Adapter, bool) {
 // plain reports whether a layer is free of adapters and its weight learns.
 func (t Tuning) plain(layer string) bool {
 	_, adapted := t.adapter(layer)
-	return !adapted && !t.Frozen[layer+".weight"]
+	return !adapted && !t.Frozen[layer+".weight"] && t.Selected[layer] == nil
 }
 
 // product adds the product of x and the weight of a linear layer, with its adapter if it has one.
 func (p *parts) product(x *gorgonia.Node, layer string) *gorgonia.Node {
+	if all := p.Selected[layer]; all != nil {
+		y := p.weigh(x, layer)
+		return p.do(func() (*gorgonia.Node, error) { return lowrank.Add(x, y, all, p.Selection) })
+	}
+
 	y := p.weigh(x, layer)
 	a, ok := p.adapter(layer)
 	if !ok {
