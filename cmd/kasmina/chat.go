@@ -16,7 +16,6 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/term"
 
-	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/serve"
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
@@ -47,6 +46,7 @@ template, it continues each line as it is.`,
 	c.Flags().StringVar(&o.system, "system", "", "system message: `text` that tells the model how to behave")
 	o.samplingFlags(c, 1024)
 	markRequired(c, "model")
+	o.adapterFlag(c)
 	o.inferenceFlags(c)
 	return c
 }
@@ -56,7 +56,7 @@ func (o *chatOptions) run(c *cobra.Command) error {
 		return err
 	}
 
-	f, err := hf.Open(o.model)
+	f, err := o.openOne(c.Context())
 	if err != nil {
 		return err
 	}
@@ -67,7 +67,7 @@ func (o *chatOptions) run(c *cobra.Command) error {
 		return err
 	}
 	defer g.close()
-	m, err := serve.NewModel(f, g, f.Config.Seq)
+	m, err := f.served(g.first(), f.Config.Seq)
 	if err != nil {
 		return err
 	}

@@ -86,14 +86,11 @@ func (o *convertOptions) run(c *cobra.Command) error {
 
 	model, adapted := o.model, hf.IsAdapter(o.model)
 	if adapted {
-		base, err := hf.AdapterBase(o.model)
+		base, err := baseOf(o.model)
 		if err != nil {
 			return err
 		}
-		if model = base; base == "" {
-			return fmt.Errorf("%s holds adapters and does not name their model: write its folder as "+
-				"base_model_name_or_path into adapter_config.json", o.model)
-		}
+		model = base
 	}
 
 	f, err := hf.Open(model)

@@ -14,7 +14,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
 // maxText limits the bytes of a text, because all of its tokens are held in memory.
@@ -57,6 +56,7 @@ a JSON object with the results.`,
 	c.Flags().IntVar(&o.seq, "seq", 0,
 		"tokens per window (default: the model's longest context, but at most 2048 for --data)")
 	o.taskFlags(c)
+	o.adapterFlag(c)
 	o.inferenceFlags(c)
 	markRequired(c, "model")
 	return c
@@ -70,7 +70,7 @@ type score struct {
 }
 
 func (o *common) eval(c *cobra.Command) error {
-	f, err := hf.Open(o.model)
+	f, err := o.openOne(c.Context())
 	if err != nil {
 		return err
 	}
@@ -80,7 +80,7 @@ func (o *common) eval(c *cobra.Command) error {
 		return err
 	}
 
-	tok, err := tokenizerOf(o.model, f.Config.Vocab)
+	tok, err := tokenizerOf(f.textDir(), f.Config.Vocab)
 	if err != nil {
 		return err
 	}
@@ -107,7 +107,7 @@ func (o *common) eval(c *cobra.Command) error {
 		defer device.Close()
 	}
 
-	model, err := o.inference(c.Context(), f, o.seq, device, precision, c.ErrOrStderr())
+	model, err := o.inference(c.Context(), f, f.adapter(), o.seq, device, precision, c.ErrOrStderr())
 	if err != nil {
 		return err
 	}

@@ -18,7 +18,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/tasks"
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
 )
@@ -64,7 +63,13 @@ func (o *evalOptions) evalTasks(c *cobra.Command) (err error) {
 			len(o.examples), len(o.tasks))
 	}
 
-	all, err := o.openTasks()
+	f, err := o.openOne(c.Context())
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+
+	all, err := o.openTasks(f.textDir())
 	if err != nil {
 		return err
 	}
@@ -74,12 +79,6 @@ func (o *evalOptions) evalTasks(c *cobra.Command) (err error) {
 		}
 	}
 
-	f, err := hf.Open(o.model)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-
 	if o.seq == 0 {
 		o.seq = f.Config.Seq
 	}
@@ -87,7 +86,7 @@ func (o *evalOptions) evalTasks(c *cobra.Command) (err error) {
 		return err
 	}
 
-	tok, err := tokenizerOf(o.model, f.Config.Vocab)
+	tok, err := tokenizerOf(f.textDir(), f.Config.Vocab)
 	if err != nil {
 		return err
 	}
@@ -98,7 +97,7 @@ func (o *evalOptions) evalTasks(c *cobra.Command) (err error) {
 		}
 	}
 
-	identity, err := modelIdentity(o.model, o.precision)
+	identity, err := modelIdentity(append([]string{f.Dir}, f.dirs...), o.precision)
 	if err != nil {
 		return err
 	}
@@ -111,7 +110,7 @@ func (o *evalOptions) evalTasks(c *cobra.Command) (err error) {
 		defer device.Close()
 	}
 
-	i, err := o.inference(c.Context(), f, o.seq, device, precision, c.ErrOrStderr())
+	i, err := o.inference(c.Context(), f, f.adapter(), o.seq, device, precision, c.ErrOrStderr())
 	if err != nil {
 		return err
 	}
@@ -135,11 +134,11 @@ func (o *evalOptions) evalTasks(c *cobra.Command) (err error) {
 	return o.report(c.OutOrStdout(), results)
 }
 
-// openTasks opens the tasks in the files.
-func (o *evalOptions) openTasks() (all []*tasks.Task, err error) {
+// openTasks opens the tasks in the files. The chat template is that of a folder.
+func (o *evalOptions) openTasks(textDir string) (all []*tasks.Task, err error) {
 	options := tasks.Options{FewShot: o.fewShot, Limit: o.limit}
 	if o.chat {
-		template, err := chat.Load(o.model)
+		template, err := chat.Load(textDir)
 		if err != nil {
 			return nil, fmt.Errorf("--chat: %w", err)
 		}
@@ -207,12 +206,22 @@ func (m batchedModel) Decoder() (func(context.Context, []int) (any, error), erro
 }
 
 // modelIdentity returns a hash that changes when the files of a model change.
-func modelIdentity(dir, precision string) (string, error) {
+func modelIdentity(dirs []string, precision string) (string, error) {
 	h := sha256.New()
 	fmt.Fprintln(h, precision)
+	for _, dir := range dirs {
+		if err := hashFolder(h, dir); err != nil {
+			return "", err
+		}
+	}
+	return hex.EncodeToString(h.Sum(nil)), nil
+}
+
+// hashFolder hashes the settings in a folder, and the names, the sizes and the times of its weights.
+func hashFolder(h io.Writer, dir string) error {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
-		return "", err
+		return err
 	}
 
 	for _, e := range entries {
@@ -220,7 +229,7 @@ func modelIdentity(dir, precision string) (string, error) {
 		case ".safetensors":
 			info, err := os.Stat(filepath.Join(dir, e.Name()))
 			if err != nil {
-				return "", err
+				return err
 			}
 			fmt.Fprintln(h, e.Name(), info.Size(), info.ModTime().UnixNano())
 		case ".json", ".jinja":
@@ -228,13 +237,13 @@ func modelIdentity(dir, precision string) (string, error) {
 			if errors.Is(err, fs.ErrNotExist) {
 				continue
 			} else if err != nil {
-				return "", err
+				return err
 			}
 			fmt.Fprintln(h, e.Name(), len(text))
 			h.Write(text)
 		}
 	}
-	return hex.EncodeToString(h.Sum(nil)), nil
+	return nil
 }
 
 // report prints the results as a table and as a line of JSON, and writes them to --out.

@@ -847,7 +847,8 @@ func (o *finetuneOptions) publish(c *cobra.Command, m *llm.Model, f *hf.Folder, 
 func (o *finetuneOptions) tell(w io.Writer) {
 	if o.savesAdapter() {
 		fmt.Fprintf(w, "saved     the adapters in %s, their checkpoint and the log in %s\n", o.dir().out, o.in(""))
-		fmt.Fprintf(w, "next      kasmina convert -m %s -o NEW   # merges them into the model\n", quoted(o.dir().out))
+		fmt.Fprintf(w, "next      kasmina chat -m %s\n", quoted(o.dir().out))
+		fmt.Fprintf(w, "          kasmina convert -m %s -o NEW   # merges them into the model\n", quoted(o.dir().out))
 		return
 	}
 	fmt.Fprintf(w, "saved     the model in %s, its checkpoint and the log in %s\n", o.dir().out, o.in(""))

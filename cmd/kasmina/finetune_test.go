@@ -132,7 +132,7 @@ func TestFinetune(t *testing.T) {
 			for i, p := range plain.Params {
 				require.Equal(t, p.Value.Data(), whole.Params[i].Value.Data(), p.Name)
 			}
-			_, err = kasmina(t, "generate", "-m", dir, "-p", "a")
+			_, err = kasmina(t, "train", "-m", dir, "-d", license, "-o", filepath.Join(t.TempDir(), "out"))
 			require.ErrorContains(t, err, "merge them into their model with kasmina convert")
 		})
 	}

@@ -36,6 +36,8 @@ func (o *generateOptions) command() *cobra.Command {
 		Short: "Continue a text",
 		Long: `Continue a text. Sampling follows generation_config.json unless options override it.
 
+--model can also name the folder of adapters, which name their model.
+
 Standard output receives the prompt and the generated text, token by token, and nothing else. With
 --chat, it receives only the answer. The text ends after --n tokens, or at an end-of-text token.`,
 		Args:              cobra.NoArgs,
@@ -50,6 +52,7 @@ Standard output receives the prompt and the generated text, token by token, and 
 	f.BoolVar(&o.chat, "chat", false,
 		"take the prompt as a user's message, and apply the model's chat template")
 	markRequired(c, "model")
+	o.adapterFlag(c)
 	o.inferenceFlags(c)
 	return c
 }
@@ -77,13 +80,13 @@ func (o *generateOptions) run(c *cobra.Command) error {
 		return err
 	}
 
-	f, err := hf.Open(o.model)
+	f, err := o.openOne(c.Context())
 	if err != nil {
 		return err
 	}
 	defer f.Close()
 
-	tok, err := tokenizerOf(o.model, f.Config.Vocab)
+	tok, err := tokenizerOf(f.textDir(), f.Config.Vocab)
 	if err != nil {
 		return err
 	}
@@ -101,7 +104,7 @@ func (o *generateOptions) run(c *cobra.Command) error {
 	before, _ := tok.Affixes()
 	prompt, shown := append(before, tok.Encode([]byte(o.prompt))...), o.prompt
 	if o.chat {
-		text, err := o.message()
+		text, err := o.message(f.textDir())
 		if err != nil {
 			return err
 		}
@@ -118,6 +121,18 @@ func (o *generateOptions) run(c *cobra.Command) error {
 	}
 
 	s.Observe(prompt...)
+	write := func(g *llm.Generator) error {
+		return o.write(c, g.Generate(c.Context(), prompt, o.n, s), tok.NewDecoder(true), prompt, shown, f.Generation.End)
+	}
+	if f.adapter() != nil { // a batcher prepares adapters once, and not for each token
+		g, err := o.generator(c, f, f.Config.Seq, 1)
+		if err != nil {
+			return err
+		}
+		defer g.close()
+		return write(g.first())
+	}
+
 	device, precision, err := o.openInference(c.ErrOrStderr())
 	if err != nil {
 		return err
@@ -127,15 +142,13 @@ func (o *generateOptions) run(c *cobra.Command) error {
 		defer device.Close()
 	}
 
-	i, err := o.inference(c.Context(), f, f.Config.Seq, device, precision, c.ErrOrStderr())
+	i, err := o.inference(c.Context(), f, nil, f.Config.Seq, device, precision, c.ErrOrStderr())
 	if err != nil {
 		return err
 	}
 	defer i.Close()
 
-	g := llm.GeneratorOf(f.Config, i.Decoder)
-	return o.write(c, g.Generate(c.Context(), prompt, o.n, s), tok.NewDecoder(true), prompt, shown,
-		f.Generation.End)
+	return write(llm.GeneratorOf(f.Config, i.Decoder))
 }
 
 // check returns an error for impossible values.
@@ -252,9 +265,9 @@ func (o *generateOptions) checkSampling(c *cobra.Command, s sampler.Config) erro
 		"sampling: give a --temperature above 0 too", have(unused))
 }
 
-// message renders the prompt with the chat template.
-func (o *generateOptions) message() (string, error) {
-	t, err := chat.Load(o.model)
+// message renders the prompt with the chat template of a folder.
+func (o *generateOptions) message(dir string) (string, error) {
+	t, err := chat.Load(dir)
 	if err != nil {
 		return "", fmt.Errorf("--chat: %w", err)
 	}

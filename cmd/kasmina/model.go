@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -23,6 +24,8 @@ import (
 type common struct {
 	model, data, out, device, precision string
 	seq                                 int
+
+	adapters []string // folders of adapters
 }
 
 func (o *common) modelFlag(c *cobra.Command) {
@@ -141,20 +144,24 @@ func (v vocabulary) check(ids []int) error {
 	return nil
 }
 
-// inference loads the model of a folder for sequences of seq tokens and shows a progress bar. If device
-// is nil, the model computes on the CPU. Otherwise its weights are read directly to the device.
-func (o *common) inference(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Device,
-	p cudaops.Precision, stderr io.Writer) (*llm.Inference, error) {
+// inference loads a model for sequences of seq tokens and shows a progress bar. If device is nil, the model
+// computes on the CPU. Otherwise its weights are read directly to the device. If an adapter is given, the
+// model has it.
+func (o *common) inference(ctx context.Context, f *openedModel, adapter *llm.Adapter, seq int,
+	device *cudaops.Device, p cudaops.Precision, stderr io.Writer) (*llm.Inference, error) {
 	at, erase := bar(stderr, "loading", true)
 	defer erase()
 	config := f.Config
 	config.Seq = seq
-	w := newCounted(f, at)
+	w := newCounted(f.Folder, at)
+	if adapter != nil {
+		config.Adapter, w.adapter = adapter.LoRA, adapter
+	}
 	if device != nil {
 		return gpu.Load(ctx, device, p, config, w)
 	}
 
-	m, err := llm.LoadCompact(ctx, o.weightType(f), config, w)
+	m, err := llm.LoadCompact(ctx, o.weightType(f.Folder), config, w)
 	if err != nil {
 		return nil, err
 	}
@@ -164,9 +171,10 @@ func (o *common) inference(ctx context.Context, f *hf.Folder, seq int, device *c
 // counted is a folder that reports the number of weight bytes read so far.
 type counted struct {
 	*hf.Folder
-	at    func(done, of int64)
-	done  atomic.Int64
-	total int64
+	adapter *llm.Adapter // may be nil
+	at      func(done, of int64)
+	done    atomic.Int64
+	total   int64
 }
 
 func newCounted(f *hf.Folder, at func(done, of int64)) *counted {
@@ -180,6 +188,17 @@ func newCounted(f *hf.Folder, at func(done, of int64)) *counted {
 // Read implements gpu.Weights and llm.WeightReader.
 func (w *counted) Read(ctx context.Context, name string,
 	put func(part []byte, dtype string) error) error {
+	if w.adapter != nil && llm.IsAdapterParam(name) {
+		v := w.adapter.Param(name)
+		if v == nil {
+			return fmt.Errorf("the adapters have no %s", name)
+		}
+		part, err := binary.Append(nil, binary.LittleEndian, v.Float32s())
+		if err != nil {
+			return err
+		}
+		return put(part, "float32")
+	}
 	return w.Folder.Read(ctx, name, func(part []byte, dtype string) error {
 		w.at(w.done.Add(int64(len(part))), w.total)
 		return put(part, dtype)

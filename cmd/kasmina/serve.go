@@ -14,7 +14,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/serve"
 )
 
@@ -35,11 +34,15 @@ func (o *serveOptions) command() *cobra.Command {
 		Long: `Serve a model over the APIs of OpenAI and Anthropic, with a page to chat in a browser. The model has
 the name of its folder.
 
+Each --adapter is offered as another model, named after its folder. A request chooses a model by its name,
+and the adapters share the memory of the model. On a GPU, there can be one adapter, without the model itself.
+
 On a CPU, texts are continued together, so that the weights are read once for all of them. On a GPU,
 they are continued one after the other.
 
 Ctrl-C finishes the answers in progress and exits. Pressing it again exits at once.`,
-		Example:           "  kasmina serve --model tuned --api-key secret",
+		Example: "  kasmina serve --model tuned --api-key secret\n" +
+			"  kasmina serve --model Llama-3.2-1B-Instruct --adapter support --adapter sales",
 		Args:              cobra.NoArgs,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
@@ -60,6 +63,7 @@ Ctrl-C finishes the answers in progress and exits. Pressing it again exits at on
 		"`origin` of web pages, such as https://example.com, that can use the server; * permits all; can be "+
 			"given several times")
 	markRequired(c, "model")
+	o.adapterFlags(c)
 	o.inferenceFlags(c)
 	return c
 }
@@ -109,7 +113,7 @@ func (o *serveOptions) run(c *cobra.Command) error {
 	}
 	defer l.Close()
 
-	f, err := hf.Open(o.model)
+	f, err := o.openModel(c.Context())
 	if err != nil {
 		return err
 	}
@@ -132,11 +136,11 @@ func (o *serveOptions) run(c *cobra.Command) error {
 		o.Slots = 1
 	}
 
-	m, err := serve.NewModel(f, g, tokens)
+	models, err := o.models(f, g, tokens)
 	if err != nil {
 		return err
 	}
-	s, err := serve.New(o.Options, m)
+	s, err := serve.New(o.Options, models...)
 	if err != nil {
 		return err
 	}
@@ -145,7 +149,7 @@ func (o *serveOptions) run(c *cobra.Command) error {
 		fmt.Fprintf(c.ErrOrStderr(), "note      ignoring %q in generation_config.json, which serve does not support\n",
 			g.Ignored)
 	}
-	o.introduce(c, l.Addr().String(), m)
+	o.introduce(c, l.Addr().String(), models)
 	go func() {
 		<-c.Context().Done()
 		if running, waiting := s.Running(); running+waiting > 0 {
@@ -159,15 +163,42 @@ func (o *serveOptions) run(c *cobra.Command) error {
 	return context.Cause(c.Context())
 }
 
+// models describes the model and the model with each of the adapters.
+func (o *serveOptions) models(f *openedModel, g generator, tokens int) ([]*serve.Model, error) {
+	if len(g.adapted) == 0 || f.adapted {
+		m, err := f.served(g.first(), tokens)
+		return []*serve.Model{m}, err
+	}
+
+	base, err := serve.NewModel(f.Folder, g, tokens)
+	if err != nil {
+		return nil, err
+	}
+	models := []*serve.Model{base}
+	for i, dir := range f.dirs {
+		m, err := serve.NewAdaptedModel(f.Folder, dir, g.adapted[i], tokens)
+		if err != nil {
+			return nil, err
+		}
+		models = append(models, m)
+	}
+	return models, nil
+}
+
 // introduce prints where the model is served, and a command that tries it.
-func (o *serveOptions) introduce(c *cobra.Command, addr string, m *serve.Model) {
+func (o *serveOptions) introduce(c *cobra.Command, addr string, models []*serve.Model) {
+	m := models[0]
 	host, port, _ := net.SplitHostPort(addr)
 	ip := net.ParseIP(host)
 	if ip != nil && ip.IsUnspecified() {
 		host = "localhost"
 	}
 	url := "http://" + net.JoinHostPort(host, port)
-	fmt.Fprintf(c.OutOrStdout(), "serving   %s at %s/v1; open %s/ to chat\n", m.Name, url, url)
+	names := make([]string, len(models))
+	for i, m := range models {
+		names[i] = m.Name
+	}
+	fmt.Fprintf(c.OutOrStdout(), "serving   %s at %s/v1; open %s/ to chat\n", strings.Join(names, ", "), url, url)
 
 	path, body := "chat/completions", `{"messages":[{"role":"user","content":"Hello"}]}`
 	if m.Template == nil {
@@ -189,13 +220,22 @@ func (o *serveOptions) introduce(c *cobra.Command, addr string, m *serve.Model) 
 // A generator continues texts on any device. Only one goroutine may use it at a time if single is set.
 type generator struct {
 	*llm.Generator
-	single bool
-	close  func() error
+	adapted []*llm.Generator // with each of the adapters, if there are any besides the model itself
+	single  bool
+	close   func() error
 }
 
-// generator loads the model of a folder to continue several texts of up to seq tokens at the same time, as
+// first returns the generator of the first adapter, or of the model itself if there are no adapters besides it.
+func (g generator) first() *llm.Generator {
+	if len(g.adapted) > 0 {
+		return g.adapted[0]
+	}
+	return g.Generator
+}
+
+// generator loads a model, and its adapters, to continue several texts of up to seq tokens at the same time, as
 // far as the device can.
-func (o *common) generator(c *cobra.Command, f *hf.Folder, seq, texts int) (generator, error) {
+func (o *common) generator(c *cobra.Command, f *openedModel, seq, texts int) (generator, error) {
 	device, precision, err := o.openInference(c.ErrOrStderr())
 	if err != nil {
 		return generator{}, err
@@ -204,20 +244,33 @@ func (o *common) generator(c *cobra.Command, f *hf.Folder, seq, texts int) (gene
 		return o.generatorOnGPU(c.Context(), f, seq, device, precision, c.ErrOrStderr())
 	}
 
-	i, err := o.inference(c.Context(), f, seq, nil, precision, c.ErrOrStderr())
+	i, err := o.inference(c.Context(), f, nil, seq, nil, precision, c.ErrOrStderr())
 	if err != nil {
 		return generator{}, err
 	}
-	b, err := i.NewBatcher(llm.BatcherOptions{Texts: texts, Rows: max(128, texts)})
+	b, err := i.NewBatcher(llm.BatcherOptions{Texts: texts, Rows: max(128, texts), Adapters: f.adapters})
 	if err != nil {
 		return generator{}, err
 	}
-	return generator{Generator: b.Generator(), close: b.Close}, nil
+
+	g := generator{Generator: b.Generator(), close: b.Close}
+	for k := range f.adapters {
+		adapted, err := b.Adapted(k)
+		if err != nil {
+			return generator{}, errors.Join(err, b.Close())
+		}
+		g.adapted = append(g.adapted, adapted)
+	}
+	return g, nil
 }
 
-func (o *common) generatorOnGPU(ctx context.Context, f *hf.Folder, seq int, device *cudaops.Device,
+func (o *common) generatorOnGPU(ctx context.Context, f *openedModel, seq int, device *cudaops.Device,
 	p cudaops.Precision, stderr io.Writer) (generator, error) {
-	i, err := o.inference(ctx, f, seq, device, p, stderr)
+	if n := len(f.adapters); n > 1 {
+		return generator{}, errors.Join(fmt.Errorf("--adapter is given %d times, and a GPU serves a model with at most "+
+			"one: give one, or use --device cpu", n), device.Close())
+	}
+	i, err := o.inference(ctx, f, f.adapter(), seq, device, p, stderr)
 	if err != nil {
 		return generator{}, errors.Join(err, device.Close())
 	}

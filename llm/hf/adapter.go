@@ -100,6 +100,15 @@ func IsAdapter(dir string) bool {
 	return err == nil && info.Mode().IsRegular()
 }
 
+// TextFolder returns the folder with the tokenizer and the chat template of a model with adapters: that of
+// the adapters if it has a tokenizer, and otherwise that of the model.
+func TextFolder(adapters, model string) string {
+	if info, err := os.Stat(filepath.Join(adapters, "tokenizer.json")); err == nil && info.Mode().IsRegular() {
+		return adapters
+	}
+	return model
+}
+
 // AdapterBase returns the model that adapters belong to, as their configuration names it.
 func AdapterBase(dir string) (string, error) {
 	c, err := readAdapterConfig(dir)
@@ -110,11 +119,33 @@ func AdapterBase(dir string) (string, error) {
 }
 
 func loadAdapter(ctx context.Context, dir string, base *llm.Model, like *Folder) (*llm.Model, error) {
-	switch {
-	case ctx == nil:
-		return nil, errors.New("the context is nil, want one such as context.Background()")
-	case base == nil:
+	if base == nil {
 		return nil, errors.New("the model is nil, want the one that the adapters belong to")
+	}
+	a, err := readAdapter(ctx, dir, base.Config, base.Dtype(), like)
+	if err != nil {
+		return nil, err
+	}
+	return base.Attach(a)
+}
+
+// ReadAdapter reads adapters in the format of PEFT, LoRA, rsLoRA or DoRA, for the model of a folder, without
+// reading the model.
+func ReadAdapter(ctx context.Context, dir string, f *Folder) (*llm.Adapter, error) {
+	if f == nil || f.weights == nil {
+		return nil, errors.New("hf: ReadAdapter: the folder of the model is nil or its zero value")
+	}
+	a, err := readAdapter(ctx, dir, f.Config, tensor.Float32, f)
+	if err != nil {
+		return nil, fmt.Errorf("hf: ReadAdapter: %s: %w", dir, err)
+	}
+	return a, nil
+}
+
+func readAdapter(ctx context.Context, dir string, config llm.Config, dt tensor.Dtype, like *Folder) (*llm.Adapter,
+	error) {
+	if ctx == nil {
+		return nil, errors.New("the context is nil, want one such as context.Background()")
 	}
 
 	c, err := readAdapterConfig(dir)
@@ -131,12 +162,12 @@ func loadAdapter(ctx context.Context, dir string, base *llm.Model, like *Folder)
 	}
 	defer f.Close()
 
-	a, tensors, err := c.adapterIn(f, base.Config, like)
+	a, tensors, err := c.adapterIn(f, config, like)
 	if err != nil {
 		return nil, err
 	}
 
-	m, err := llm.Adapt(base, a, 0)
+	m, err := llm.NewAdapter(config, a, dt)
 	if err != nil {
 		return nil, err
 	}

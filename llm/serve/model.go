@@ -41,19 +41,30 @@ type Model struct {
 // NewModel describes the model of a folder, to be continued by g with up to context tokens. It reads the
 // folder's tokenizer and its chat template. The model has the name of the folder.
 func NewModel(f *hf.Folder, g Generator, context int) (*Model, error) {
-	tok, err := tokenizers.Load(f.Dir)
+	return describeModel(f, f.Dir, f.Dir, g, context)
+}
+
+// NewAdaptedModel describes the model of a folder with the adapters of another one, after which it is named.
+// The tokenizer and the chat template are those of the adapters, if their folder has a tokenizer.
+func NewAdaptedModel(f *hf.Folder, adapters string, g Generator, context int) (*Model, error) {
+	return describeModel(f, adapters, hf.TextFolder(adapters, f.Dir), g, context)
+}
+
+// describeModel describes the model of f. Its name is that of a folder, and text is the folder of its tokenizer.
+func describeModel(f *hf.Folder, name, text string, g Generator, context int) (*Model, error) {
+	tok, err := tokenizers.Load(text)
 	if err != nil {
 		return nil, fmt.Errorf("serve: NewModel: %w", err)
 	}
 
-	dir, err := filepath.Abs(f.Dir)
+	dir, err := filepath.Abs(name)
 	if err != nil {
 		return nil, fmt.Errorf("serve: NewModel: %w", err)
 	}
 
 	m := &Model{Name: filepath.Base(dir), Generator: g, Tokenizer: tok, Context: context,
 		Vocab: min(f.Config.Vocab, tok.VocabSize()), End: f.Generation.End}
-	m.Template, m.NoTemplate = chat.Load(f.Dir)
+	m.Template, m.NoTemplate = chat.Load(text)
 
 	// As in OpenAI's API, a model draws from all tokens unless its publisher recommends otherwise.
 	m.Sampling.Temperature = 1

@@ -1,0 +1,120 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/llm/serve"
+)
+
+// adapterFlag adds --adapter for a command that uses a model with at most one of them.
+func (o *common) adapterFlag(c *cobra.Command) {
+	c.Flags().StringArrayVar(&o.adapters, "adapter", nil, "`directory` of adapters for the model, in the format of PEFT")
+}
+
+// adapterFlags adds --adapter for a command that uses any number of them.
+func (o *common) adapterFlags(c *cobra.Command) {
+	c.Flags().StringArrayVar(&o.adapters, "adapter", nil,
+		"`directory` of adapters for the model, in the format of PEFT; can be given several times")
+}
+
+// An openedModel is a model's folder with adapters for it.
+type openedModel struct {
+	*hf.Folder
+	dirs     []string // of the adapters
+	adapters []*llm.Adapter
+	adapted  bool // --model names adapters, and not the model
+}
+
+// openModel opens --model and reads the adapters. --model may also name adapters, which name their model.
+func (o *common) openModel(ctx context.Context) (m *openedModel, err error) {
+	m = &openedModel{dirs: o.adapters}
+	model := o.model
+	if hf.IsAdapter(model) {
+		if len(m.dirs) > 0 {
+			return nil, fmt.Errorf("--model: %s holds adapters: give their model, and each folder of adapters "+
+				"with --adapter", model)
+		}
+		m.dirs, m.adapted = []string{model}, true
+		if model, err = baseOf(model); err != nil {
+			return nil, err
+		}
+	}
+
+	if m.Folder, err = hf.Open(model); err != nil {
+		return nil, err
+	}
+	for _, dir := range m.dirs {
+		if !hf.IsAdapter(dir) {
+			return nil, errors.Join(fmt.Errorf("--adapter: %s has no adapter_config.json: name a folder that kasmina "+
+				"finetune or PEFT has written", dir), m.Close())
+		}
+		a, err := hf.ReadAdapter(ctx, dir, m.Folder)
+		if err != nil {
+			return nil, errors.Join(fmt.Errorf("--adapter: %w", err), m.Close())
+		}
+		m.adapters = append(m.adapters, a)
+	}
+
+	return m, nil
+}
+
+// openOne is openModel for a command that uses at most one adapter.
+func (o *common) openOne(ctx context.Context) (*openedModel, error) {
+	if n := len(o.adapters); n > 1 {
+		return nil, fmt.Errorf("--adapter is given %d times, want once: kasmina serve can use several", n)
+	}
+	return o.openModel(ctx)
+}
+
+// baseOf returns the folder of the model to which adapters belong.
+func baseOf(dir string) (string, error) {
+	base, err := hf.AdapterBase(dir)
+	if err != nil {
+		return "", err
+	}
+	if base == "" {
+		return "", fmt.Errorf("%s holds adapters and does not name their model: write its folder as "+
+			"base_model_name_or_path into adapter_config.json", dir)
+	}
+
+	// Besides the working directory, a relative path may start at the adapters.
+	for _, path := range []string{base, filepath.Join(dir, base)} {
+		if info, err := os.Stat(path); err == nil && info.IsDir() {
+			return path, nil
+		}
+	}
+	return "", fmt.Errorf("%s holds adapters of the model %s, which is not a folder here: download it, or name its "+
+		"folder with --model and the adapters with --adapter", dir, base)
+}
+
+// adapter returns the only adapter, or nil.
+func (m *openedModel) adapter() *llm.Adapter {
+	if len(m.adapters) == 0 {
+		return nil
+	}
+	return m.adapters[0]
+}
+
+// textDir returns the folder with the tokenizer and the chat template, for a model with at most one adapter.
+func (m *openedModel) textDir() string {
+	if len(m.dirs) == 0 {
+		return m.Dir
+	}
+	return hf.TextFolder(m.dirs[0], m.Dir)
+}
+
+// served describes the model, with its only adapter if it has one.
+func (m *openedModel) served(g serve.Generator, context int) (*serve.Model, error) {
+	if len(m.dirs) == 0 {
+		return serve.NewModel(m.Folder, g, context)
+	}
+	return serve.NewAdaptedModel(m.Folder, m.dirs[0], g, context)
+}
