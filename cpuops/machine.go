@@ -337,6 +337,25 @@ func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
 	return gorgonia.CloneValue(v.shown)
 }
 
+// Read returns the elements of an output (see [WithOutputs]) in the machine's memory, as a []float32,
+// []float64 or []int. The next run overwrites them.
+func (m *Machine) Read(n *gorgonia.Node) (any, error) {
+	if err := m.open(); err != nil {
+		return nil, fmt.Errorf("cpuops.Machine.Read: %w", err)
+	}
+
+	v := m.program.values[n]
+	switch {
+	case v == nil || v.isInput || !slices.Contains(m.program.kept, v):
+		return nil, errors.New("cpuops.Machine.Read: the node is not an output: name it with WithOutputs")
+	case !m.ran:
+		return nil, errors.New("cpuops.Machine.Read: the machine has not run, or its last run has failed")
+	case v.loose != nil:
+		return v.loose.Data(), nil
+	}
+	return v.flat, nil
+}
+
 // Memory returns the number of bytes that runs need in addition to the inputs, for values, for the
 // memory that ops keep for their gradients, for sums of gradients, and for copies of non-zero sums
 // that a run adds to. The size of the ops' memory is known only after the first run, and copies are

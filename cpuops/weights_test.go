@@ -166,3 +166,21 @@ func TestWeightsErrors(t *testing.T) {
 	require.Equal(t, cpuops.Q8, typ)
 	require.ErrorContains(t, typ.UnmarshalText([]byte("q4")), "want f32, bf16 or q8_0")
 }
+
+// TestRead checks that Read returns the memory of an output, and the errors for other nodes.
+func TestRead(t *testing.T) {
+	g, w, y := residual(t)
+	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithOutputs(y)))
+	_, err := m.Read(y)
+	require.ErrorContains(t, err, "has not run")
+	require.NoError(t, m.RunAll())
+	got := check[any](t)(m.Read(y))
+	require.Equal(t, flat(t, check[gorgonia.Value](t)(m.Value(y))), got)
+	for _, n := range []*gorgonia.Node{nil, w} {
+		_, err = m.Read(n)
+		require.ErrorContains(t, err, "not an output")
+	}
+	require.NoError(t, m.Close())
+	_, err = m.Read(y)
+	require.ErrorContains(t, err, "closed")
+}

@@ -330,7 +330,7 @@ func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
 	if err := b.let(r.Graph, chosen, lastRows); err != nil {
 		return nil, err
 	}
-	logits, err := r.compute(b.stopped, r.Logits)
+	logits, err := r.logits(b.stopped)
 	if err != nil {
 		return nil, err
 	}

@@ -45,7 +45,7 @@ type Engine interface {
 	// Decoder returns a function that computes the logits, a []float32 or []float64, for the token that
 	// follows the given tokens, which must fit the model's window. The function may cache the tokens of
 	// its last call, so it is no longer valid after the model has changed. It may return early when ctx
-	// is done.
+	// is done, and its next call may overwrite the logits.
 	Decoder() (func(ctx context.Context, tokens []int) (any, error), error)
 	// FirstNonFinite locates the first NaN or infinity, like autodiff.FirstNonFinite.
 	FirstNonFinite() (name, kind string, found bool)

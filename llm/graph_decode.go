@@ -145,7 +145,7 @@ func (d *Decoding) reserve(tokens int) error {
 	return d.replaceRunner(&d.window, func(b *graphBuilder) { b.blocks.Seq, b.keeps = rows, true })
 }
 
-// Next returns the logits for the token that follows the given tokens.
+// Next returns the logits for the token that follows the given tokens. The next call may overwrite them.
 func (d *Decoding) Next(ctx context.Context, tokens []int) (any, error) {
 	if d.newMachine == nil || ctx == nil {
 		return nil, errors.New("llm: the context is nil, or the Decoding is its zero value")
@@ -160,7 +160,7 @@ func (d *Decoding) Next(ctx context.Context, tokens []int) (any, error) {
 		if err := d.step.letToken(tokens[last], last); err != nil {
 			return nil, err
 		}
-		logits, err := d.step.compute(ctx, d.step.Logits)
+		logits, err := d.step.logits(ctx)
 		if err == nil {
 			d.tokens = append(d.tokens, tokens[last])
 		}

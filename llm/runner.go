@@ -132,6 +132,24 @@ func (r Runner) compute(ctx context.Context, n *gorgonia.Node) (any, error) {
 	return v.Data(), nil
 }
 
+// logits computes a graph for logits. The next computation may overwrite the result.
+func (r Runner) logits(ctx context.Context) (any, error) {
+	m, ok := r.Machine.(interface {
+		Read(*gorgonia.Node) (any, error)
+	})
+	if !ok {
+		return r.compute(ctx, r.Logits)
+	}
+
+	if err := r.seeds.steer(); err != nil {
+		return nil, err
+	}
+	if err := r.Machine.Run(ctx); err != nil {
+		return nil, err
+	}
+	return m.Read(r.Logits)
+}
+
 // runnerOnCPU returns a runner for g on a CPU machine that keeps the given outputs.
 func runnerOnCPU(g *Graph, outputs ...*gorgonia.Node) (Runner, error) {
 	if g == nil || g.G == nil {

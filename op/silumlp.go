@@ -107,8 +107,13 @@ func siluMLP[T cpu.Float](o *SiLUMLPOp, y []T, in opbase.Args) error {
 		gemm.LinearUntil(o.Stop(), y, x, opbase.Slice[T](in, weight), n, width, out)
 	}
 	x := opbase.Slice[T](in, 0)
-	product(a, x, 1, d, f)
-	product(b, x, 2, d, f)
+	if gate, up := in.CompactWeights(1), in.CompactWeights(2); gate != nil && up != nil && gate.Type == up.Type {
+		gemm.CompactLinear(o.Stop(), any(x).([]float32), n, gemm.CompactProduct{Y: any(a).([]float32), W: gate},
+			gemm.CompactProduct{Y: any(b).([]float32), W: up})
+	} else {
+		product(a, x, 1, d, f)
+		product(b, x, 2, d, f)
+	}
 	mul(h, a, b)
 	product(y, h, 3, f, d)
 	return nil

@@ -197,7 +197,11 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 	}
 
 	changed := s.drawn != nil || s.occurred != nil || len(s.config.Bias) > 0
+	bound := T(math.Inf(-1)) // the least of the choices, if there are as many as needed
 	for i, logit := range logits {
+		if logit <= bound && !changed { // false for NaN
+			continue
+		}
 		l := float64(logit)
 		if changed && l-l == 0 {
 			l = s.adjusted(i, l)
@@ -209,6 +213,9 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 			return 0, fmt.Errorf("sampler: Draw: logits[%d] is %v", i, l)
 		}
 		s.add(choice{id: i, logit: l}, limit)
+		if len(s.choices) == limit && (limit == 1 || s.config.TopK > 0) {
+			bound = T(s.choices[0].logit)
+		}
 	}
 
 	if len(s.choices) == 0 {

@@ -18,8 +18,8 @@ const (
 	compactLanes           = 32 // columns of a panel of compact weights
 	compactBlock           = 32 // elements along k that share a scale
 	compactAhead           = 2048
-	compactStepsPerPass    = 4 // steps along k that are unrolled for 8-bit weights
-	compactRowBytesBF16    = 4 * compactLanes
+	compactStepsPerPass    = 4                // steps along k that are unrolled for 8-bit weights
+	compactRowBytes        = 4 * compactLanes // of a row of B, except with 8-bit weights
 	compactScaleBytes      = 2 * compactLanes
 	compactBlockBytes      = compactScaleBytes + compactBlock*compactLanes
 	compactWidestRowsAVX2  = 2 // rows of x up to which AVX2 computes all columns of a panel at once
@@ -128,6 +128,49 @@ func compact(v isa, name string, body func(*compactKernel)) {
 	}
 }
 
+// compactF32 generates the products of weights in float32. A row of B holds the weights of an element.
+func compactF32(c *compactKernel) {
+	c.eachOfC(func(i, j int, m Mem) { VMOVUPS(m, c.acc(i, j)) })
+	Label(c.label("k"))
+	if c.half == 0 {
+		c.prefetch(compactRowBytes)
+	}
+
+	x, w := c.free(0), c.free(1)
+	b := func(j int) Mem { return Mem{Base: RSI, Disp: (c.half*c.nv + j) * c.bytes} }
+	if c.m == 1 {
+		VBROADCASTSS(c.row(0, 0), x)
+		for j := range c.nv {
+			VFMADD231PS(b(j), x, c.acc(0, j))
+		}
+	} else if c.nv == 4 {
+		for i := range c.m {
+			VBROADCASTSS(c.row(i, 0), c.free(1+i))
+		}
+		for j := range c.nv {
+			VMOVUPS(b(j), x)
+			for i := range c.m {
+				VFMADD231PS(x, c.free(1+i), c.acc(i, j))
+			}
+		}
+	} else {
+		second := c.free(2)
+		VMOVUPS(b(0), w)
+		VMOVUPS(b(1), second)
+		for i := range c.m {
+			VBROADCASTSS(c.row(i, 0), x)
+			VFMADD231PS(w, x, c.acc(i, 0))
+			VFMADD231PS(second, x, c.acc(i, 1))
+		}
+	}
+
+	ADDQ(Imm(compactRowBytes), RSI)
+	c.advance(4)
+	DECQ(RAX)
+	JNZ(LabelRef(c.label("k")))
+	c.eachOfC(func(i, j int, m Mem) { VMOVUPS(c.acc(i, j), m) })
+}
+
 // compactBF16 generates the products of weights in bfloat16. Dword c of a row of B holds the weights of
 // elements 2k and 2k+1 for column c. A bfloat16 number is the upper half of a float32.
 func compactBF16(c *compactKernel) {
@@ -142,7 +185,7 @@ func compactBF16(c *compactKernel) {
 	VMOVUPS(constant("highHalf", 0xffff0000), mask)
 	Label(c.label("k"))
 	if c.half == 0 {
-		c.prefetch(compactRowBytesBF16)
+		c.prefetch(compactRowBytes)
 	}
 
 	if c.nv == 4 {
@@ -185,7 +228,7 @@ func compactBF16(c *compactKernel) {
 		}
 	}
 
-	ADDQ(Imm(compactRowBytesBF16), RSI)
+	ADDQ(Imm(compactRowBytes), RSI)
 	c.advance(8)
 	SUBQ(Imm(2), RAX)
 	JG(LabelRef(c.label("k")))

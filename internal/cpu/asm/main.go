@@ -33,6 +33,7 @@ func main() {
 		pairTranspose()
 	case "compact":
 		for _, v := range []isa{avx512, avx2} {
+			compact(v, "F32", compactF32)
 			compact(v, "BF16", compactBF16)
 			compact(v, "Q8", compactQ8)
 		}

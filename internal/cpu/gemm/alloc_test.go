@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kasmina-go/kasmina/internal/allocs"
+	"github.com/kasmina-go/kasmina/internal/cpu/cputest"
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
@@ -19,6 +20,18 @@ func TestGemmAllocatesNothing(t *testing.T) {
 	} {
 		if n := allocs.PerRun(100, func() { p.run(MulSerial[float32]) }); n >= 1 {
 			t.Errorf("%d×%d×%d: %v allocations a call", p.m, p.n, p.k, n)
+		}
+	}
+}
+
+func TestCompactAllocatesNothing(t *testing.T) {
+	r := randtest.New(t)
+	const out, in = 70, 40
+	for _, typ := range []CompactType{Float32, BFloat16, Q8} {
+		w := newCompact(t, typ, out, in, cputest.Normal(r, out*in, 1))
+		x, y := cputest.Normal(r, 3*in, 1), make([]float32, 3*out)
+		if n := allocs.PerRun(100, func() { w.Linear(nil, y, x, 3) }); n >= 1 {
+			t.Errorf("%v: %v allocations a call", typ, n)
 		}
 	}
 }

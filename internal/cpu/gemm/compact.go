@@ -249,9 +249,9 @@ func (w *Compact) Expand(y []float32) {
 
 // compactKernels multiplies by compact weights with one instruction set.
 type compactKernels struct {
-	bf16, q8 func(*strip)
-	rows     int // maximum number of rows of a strip
-	once     int // maximum number of rows for which the weights are read only once
+	byType [3]func(*strip)
+	rows   int // maximum number of rows of a strip
+	once   int // maximum number of rows for which the weights are read only once
 }
 
 // strip describes the work of a kernel: C += X·B for m rows of X and C, a panel B of 32 columns and k
@@ -264,7 +264,6 @@ type strip struct {
 	b    *byte
 	c    *float32
 	cs   int
-	tile tile[float32] // of stripFloat32
 }
 
 var compactWith compactKernels
@@ -282,111 +281,143 @@ const (
 	compactSpan = 32 << 10
 )
 
+// A CompactProduct is a product with a compact matrix. Y is [rows, W.Out].
+type CompactProduct struct {
+	Y []float32
+	W *Compact
+}
+
 // Linear computes y = x·wᵀ for the given number of rows of x. It returns early if stop requests it.
 //
 // Every element of y is summed in the same order for any number of rows and of cores.
 func (w *Compact) Linear(stop *cpu.Stop, y, x []float32, rows int) {
+	CompactLinear(stop, x, rows, CompactProduct{y, w})
+}
+
+// CompactLinear computes Y = x·Wᵀ, as [Compact.Linear] does, for at most three matrices of the same type and
+// width. Computing them together takes less time than one after the other.
+func CompactLinear(stop *cpu.Stop, x []float32, rows int, products ...CompactProduct) {
 	if rows <= 0 {
 		return
 	}
-	checkMatrix(y, rows, w.Out, w.Out)
-	checkMatrix(x, rows, w.In, w.In)
 
-	width := w.In
-	if depth := w.depth(); depth != w.In { // x needs zeros for the zeros that fill the rows of w
-		buf := cpu.GetBuffers[float32]()
-		defer cpu.PutBuffers(buf)
-		padded := buf.Elements(rows * depth)
-		for i := range rows {
-			clear(padded[i*depth:][copy(padded[i*depth:], x[i*w.In:][:w.In]):depth])
+	first := products[0].W
+	p := compactProducts{stop: stop, x: x, rows: rows, width: first.depth(),
+		kernel: compactWith.byType[first.Type]}
+	checkMatrix(x, rows, first.In, first.In)
+	for i, q := range products {
+		if q.W.Type != first.Type || q.W.In != first.In {
+			panic("gemm: CompactLinear: the matrices differ in type or width")
 		}
-		x, width = padded, depth
+		checkMatrix(q.Y, rows, q.W.Out, q.W.Out)
+		p.panels += cpu.CeilDiv(q.W.Out, compactLanes)
+		p.products[i], p.ends[i] = q, p.panels
 	}
 
-	grain := max(1, compactSpan/w.panelBytes())
-	cpu.Spread(cpu.CeilDiv(w.Out, compactLanes), grain, compactProduct{w, stop, y, x, rows, width})
+	if p.width != first.In { // x needs zeros for the zeros that fill the rows of W
+		buf := cpu.GetBuffers[float32]()
+		defer cpu.PutBuffers(buf)
+		p.x = buf.Elements(rows * p.width)
+		for i := range rows {
+			row := p.x[i*p.width:][:p.width]
+			clear(row[copy(row, x[i*first.In:][:first.In]):])
+		}
+	}
+
+	// A few rows read the weights once, so that nothing needs to stay in a cache.
+	p.part = p.width
+	if rows > compactWith.once {
+		p.part = min(p.width, compactDepth)
+	}
+
+	cpu.Spread(p.panels, max(1, compactSpan/first.panelBytes()), p)
 }
 
-// compactProduct holds the arguments of Linear. An index of a span is a panel of w.
-type compactProduct struct {
-	w           *Compact
+// compactProducts holds the arguments of CompactLinear. An index of a span is a panel; those of each matrix
+// follow the ones of the matrix before it.
+type compactProducts struct {
 	stop        *cpu.Stop
-	y, x        []float32
+	products    [3]CompactProduct
+	ends        [3]int // of the panels of each matrix
+	panels      int
+	x           []float32
 	rows, width int // of x
+	part        int // elements along k that stay in the first-level cache
+	kernel      func(*strip)
 }
 
 // strips holds strips of past calls, because a call through a pointer to a kernel moves its argument to
 // the heap.
 var strips = sync.Pool{New: func() any { return new(strip) }}
 
-func (p *compactProduct) Span(lo, hi int) {
+func (p *compactProducts) Span(lo, hi int) {
 	s := strips.Get().(*strip)
-	defer strips.Put(s)
-	for first := 0; first < p.rows; first += compactRows {
+	for from := 0; from < p.rows; from += compactRows {
+		to := min(p.rows, from+compactRows)
+		i, start := 0, 0
 		for panel := lo; panel < hi && !p.stop.Asked(); panel++ {
-			p.panel(s, panel, first, min(p.rows, first+compactRows))
+			for panel >= p.ends[i] {
+				start = p.ends[i]
+				i++
+			}
+			p.panel(s, &p.products[i], panel-start, from, to)
 		}
 	}
+	s.x, s.b, s.c = nil, nil, nil
+	strips.Put(s)
 }
 
 // panel computes the columns of a panel for rows [from, to).
-func (p *compactProduct) panel(s *strip, at, from, to int) {
-	w := p.w
-	column := at * compactLanes
-	y, stride := p.y[from*w.Out+column:], w.Out
-	columns := min(compactLanes, w.Out-column)
-
-	// Kernels write whole panels.
-	if columns < compactLanes {
-		buf := cpu.GetBuffers[float32]()
-		defer cpu.PutBuffers(buf)
-		whole := buf.Elements((to - from) * compactLanes)
-		clear(whole)
-		y, stride = whole, compactLanes
-	} else {
-		for i := range to - from {
-			clear(y[i*stride:][:compactLanes])
-		}
+func (p *compactProducts) panel(s *strip, q *CompactProduct, panel, from, to int) {
+	column, out := panel*compactLanes, q.W.Out
+	if columns := out - column; columns < compactLanes {
+		p.lastPanel(s, q, columns, from, to)
+		return
 	}
 
-	kernel, rows, once := compactWith.q8, compactWith.rows, compactWith.once
-	switch w.Type {
-	case Float32:
-		// This kernel adds up each part by itself, so the parts must not depend on the number of rows.
-		kernel, rows, once = stripFloat32, engine32.kernels.mr, 0
-	case BFloat16:
-		kernel = compactWith.bf16
+	y := q.Y[from*out+column:]
+	for i := range to - from {
+		clear(y[i*out:][:compactLanes])
 	}
+	p.strips(s, y, out, q.W.panel(panel), q.W, from, to)
+}
 
-	// A few rows read the weights once, so that nothing needs to stay in a cache.
-	part := compactDepth
-	if to-from <= once {
-		part = p.width
+// lastPanel is panel for a panel with fewer columns than kernels write.
+func (p *compactProducts) lastPanel(s *strip, q *CompactProduct, columns, from, to int) {
+	buf := cpu.GetBuffers[float32]()
+	defer cpu.PutBuffers(buf)
+	y := buf.Elements((to - from) * compactLanes)
+	clear(y)
+	out := q.W.Out
+	p.strips(s, y, compactLanes, q.W.panel(out/compactLanes), q.W, from, to)
+	for i := range to - from {
+		copy(q.Y[(from+i+1)*out-columns:][:columns], y[i*compactLanes:])
 	}
+}
 
-	panel := w.panel(at)
+// strips adds the products of rows [from, to) with a panel to y, in strips of at most compactWith.rows.
+func (p *compactProducts) strips(s *strip, y []float32, stride int, panel []byte, w *Compact, from, to int) {
 	s.xs, s.cs = 4*p.width, 4*stride
-	for k := 0; k < p.width; k += part {
-		s.k = min(part, p.width-k)
+	if to-from == 1 && p.part == p.width { // the most frequent case
+		s.m, s.k, s.x, s.b, s.c = 1, p.width, &p.x[from*p.width], &panel[0], &y[0]
+		p.kernel(s)
+		return
+	}
+
+	for k := 0; k < p.width; k += p.part {
+		s.k = min(p.part, p.width-k)
 		s.b = &panel[w.bytes(k)]
 		for i := from; i < to; i += s.m {
-			s.m = cpu.CeilDiv(to-i, cpu.CeilDiv(to-i, rows))
+			s.m = cpu.CeilDiv(to-i, cpu.CeilDiv(to-i, compactWith.rows))
 			s.x, s.c = &p.x[i*p.width+k], &y[(i-from)*stride]
-			kernel(s)
-		}
-	}
-	s.x, s.b, s.c, s.tile = nil, nil, nil, tile[float32]{}
-
-	if columns < compactLanes {
-		for i := range to - from {
-			copy(p.y[(from+i)*w.Out+column:][:columns], y[i*stride:])
+			p.kernel(s)
 		}
 	}
 }
 
 // portableCompact returns the kernels in plain Go.
 func portableCompact() compactKernels {
-	return compactKernels{bf16: stripBF16, q8: stripQ8, rows: 4, once: 1}
+	return compactKernels{[...]func(*strip){stripFloat32, stripBF16, stripQ8}, 4, 1}
 }
 
 // rows returns the elements along k of row i of X, and row i of C.
@@ -397,15 +428,16 @@ func (s *strip) rows(i int) (x, c []float32) {
 	return at(s.x, i*s.xs, s.k), at(s.c, i*s.cs, compactLanes)
 }
 
-// stripFloat32 is the kernel for Float32. It uses the kernel of other products.
 func stripFloat32(s *strip) {
-	kn := &engine32.kernels
-	floats := func(p *float32, n int) []float32 { return unsafe.Slice(p, n) }
-	s.tile = tile[float32]{m: s.m, n: compactLanes, k: s.k,
-		a: floats(s.x, (s.m-1)*s.xs/4+s.k), rs: s.xs / 4, cs: 1,
-		b: floats((*float32)(unsafe.Pointer(s.b)), s.k*compactLanes), bs: compactLanes, panel: kn.nr,
-		c: floats(s.c, (s.m-1)*s.cs/4+compactLanes), ldc: s.cs / 4, alpha: 1, beta: 1}
-	kn.tile(&s.tile)
+	b := unsafe.Slice((*float32)(unsafe.Pointer(s.b)), compactLanes*s.k)
+	for i := range s.m {
+		x, c := s.rows(i)
+		for k, x := range x {
+			for j, w := range b[k*compactLanes:][:compactLanes] {
+				c[j] += x * w
+			}
+		}
+	}
 }
 
 func stripBF16(s *strip) {

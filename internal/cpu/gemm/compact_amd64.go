@@ -7,6 +7,12 @@ import "github.com/kasmina-go/kasmina/internal/cpu"
 // The kernels of compact_amd64.s, which the program in internal/cpu/asm generates.
 
 //go:noescape
+func compactF32AVX512(s *strip)
+
+//go:noescape
+func compactF32AVX2(s *strip)
+
+//go:noescape
 func compactBF16AVX512(s *strip)
 
 //go:noescape
@@ -21,9 +27,9 @@ func compactQ8AVX2(s *strip)
 func compactKernelsFor(l cpu.ISA) compactKernels {
 	switch l {
 	case cpu.AVX512:
-		return compactKernels{bf16: compactBF16AVX512, q8: compactQ8AVX512, rows: 8, once: 8}
+		return compactKernels{[...]func(*strip){compactF32AVX512, compactBF16AVX512, compactQ8AVX512}, 8, 8}
 	case cpu.AVX2:
-		return compactKernels{bf16: compactBF16AVX2, q8: compactQ8AVX2, rows: 6, once: 2}
+		return compactKernels{[...]func(*strip){compactF32AVX2, compactBF16AVX2, compactQ8AVX2}, 6, 2}
 	}
 	return portableCompact()
 }

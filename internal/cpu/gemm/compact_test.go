@@ -134,6 +134,36 @@ func TestCompactRounds(t *testing.T) {
 	}
 }
 
+// TestCompactTogether checks that products that are computed together are those computed one after the
+// other.
+func TestCompactTogether(t *testing.T) {
+	cputest.EachISA(t, func(t *testing.T) {
+		r := randtest.New(t)
+		const in = 100
+		for _, typ := range []CompactType{Float32, BFloat16, Q8} {
+			for _, rows := range []int{1, 7, 140} {
+				x := cputest.Normal(r, rows*in, 1)
+				var all []CompactProduct
+				for _, out := range []int{70, 32, 129} {
+					w := newCompact(t, typ, out, in, cputest.Normal(r, out*in, 1))
+					y := make([]float32, rows*out)
+					for i := range y {
+						y[i] = float32(math.NaN())
+					}
+					all = append(all, CompactProduct{y, w})
+				}
+
+				CompactLinear(nil, x, rows, all...)
+				for _, p := range all {
+					want := make([]float32, len(p.Y))
+					p.W.Linear(nil, want, x, rows)
+					cputest.SameBits(t, want, p.Y)
+				}
+			}
+		}
+	})
+}
+
 // TestCompactStops checks that a product ends early on request.
 func TestCompactStops(t *testing.T) {
 	w := newCompact(t, Q8, 64, 64, make([]float32, 64*64))
