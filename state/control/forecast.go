@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/curve"
@@ -370,7 +371,9 @@ func (f *Forecast) view(r state.Report) (v view) {
 	}
 
 	margin := f.Tolerance * math.Abs(now.Loss)
-	flat := f.Trained || len(eras) > 1 || isFlat(r.Curve, began(r, e), 1/v.option.cost)
+	flat := func() bool {
+		return f.Trained || len(eras) > 1 || isFlat(r.Curve, began(r, e), 1/v.option.cost)
+	}
 	best := v.best(v.option)
 	switch {
 	case plan.PerToken && len(eras) == 1 && now.Share >= perTokenEnd:
@@ -379,7 +382,7 @@ func (f *Forecast) view(r state.Report) (v view) {
 			now.Share, perTokenEnd)
 	case stay-min(grow, later) <= margin:
 		v.text += "; does not grow, because that would not pay off by the end of the run"
-	case !flat:
+	case !flat():
 		v.text += "; waits, because the loss still falls fast"
 	case plan.PerToken && now.Share < perTokenBegin && v.seen < best:
 		v.text += fmt.Sprintf("; waits, because a token of the small model saves more than its cost until %.3g "+
@@ -398,16 +401,20 @@ func (f *Forecast) view(r state.Report) (v view) {
 // some time. In a long run, the steep start may consist of few points, so that a fitted trend would miss
 // it. The fastest fall is therefore also searched for between single points.
 func isFlat(points []state.Point, from, flat float64) bool {
-	all := shares(points, from)
+	all := slices.DeleteFunc(shares(points, from), func(p curve.Point) bool { return p.X <= 0 })
+	logs := make([]float64, len(all))
+	for i, p := range all {
+		logs[i] = math.Log(p.X)
+	}
+
+	var trend curve.Window
 	fastest, since := 0.0, math.Inf(1)
 	for i, p := range all {
-		for _, before := range all[:i] {
-			if before.X > 0 && p.X >= steepRatio*before.X {
-				fastest = max(fastest, (before.Y-p.Y)/math.Log(p.X/before.X))
-			}
+		for j := 0; j < i && logs[i]-logs[j] >= steepRatio; j++ {
+			fastest = max(fastest, (all[j].Y-p.Y)/(logs[i]-logs[j]))
 		}
 
-		fall, _, ok := curve.Trend(all[:i+1])
+		fall, _, ok := trend.Add(p)
 		if !ok {
 			continue
 		}
@@ -423,8 +430,9 @@ func isFlat(points []state.Point, from, flat float64) bool {
 	return len(all) > 0 && all[len(all)-1].X >= forecastDelay*since
 }
 
-// steepRatio is the smallest ratio between the shares of two points whose losses define a slope.
-const steepRatio = 1.5
+// steepRatio is the smallest difference between the logarithms of the shares of two points whose losses
+// define a slope.
+const steepRatio = 0.4
 
 // blocks returns the number of blocks after the best growth.
 func (v view) blocks(plan state.RunPlan) int {
