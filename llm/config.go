@@ -59,6 +59,12 @@ type Config struct {
 	// the initial values, not the architecture.
 	ZeroOutputs bool `json:"zero_outputs,omitempty"`
 
+	// Boundary changes the architecture of a model that grows by copies of its blocks: wherever a pass
+	// over copied blocks begins, the residual stream x becomes norm(x) + Boundary·e, with the final norm
+	// of the model and the embedding e. A model that has grown with a Boundary above 0 is no longer a
+	// Llama, and other programs cannot load it. 0 disables the operator.
+	Boundary float64 `json:"boundary,omitempty"`
+
 	Traits
 }
 
@@ -253,6 +259,8 @@ func (c Config) checkFields() error {
 		return fmt.Errorf("llm: Config.Base is %v, want a finite number greater than 1", c.Base)
 	case !(c.Eps >= 0) || math.IsInf(c.Eps, 0):
 		return fmt.Errorf("llm: Config.Eps is %v, want a finite number of at least 0", c.Eps)
+	case !(c.Boundary >= 0) || math.IsInf(c.Boundary, 0):
+		return fmt.Errorf("llm: Config.Boundary is %v, want a finite number of at least 0", c.Boundary)
 	}
 
 	return nil

@@ -63,6 +63,7 @@ func TestConfigErrors(t *testing.T) {
 		"Seq is 0":              func(c *Config) { c.Seq = 0 },
 		"Base is 1":             func(c *Config) { c.Base = 1 },
 		"Eps is -1":             func(c *Config) { c.Eps = -1 },
+		"Boundary is -1":        func(c *Config) { c.Boundary = -1 },
 		"Kasmina names block 2": func(c *Config) { c.Kasmina = []int{2} },
 		"names block 1 twice":   func(c *Config) { c.Kasmina = []int{1, 1} },
 		"Seeds is 5":            func(c *Config) { c.Seeds = 5 },

@@ -311,8 +311,12 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 		x, err = b.positions(x)
 	}
 
+	embedded, boundaries := x, c.boundaries()
 	for i := range c.Layers {
 		out.seeds.streams = append(out.seeds.streams, x)
+		if err == nil && boundaries[i] {
+			x, err = b.boundary(x, embedded)
+		}
 		if err == nil {
 			x, err = b.block(i, x)
 		}
@@ -525,6 +529,21 @@ func (b *graphBuilder) dropoutKey() *gorgonia.Node {
 			gorgonia.WithName("dropout key"))
 	}
 	return b.out.key
+}
+
+// boundary adds the operator of Config.Boundary.
+func (b *graphBuilder) boundary(x, embedded *gorgonia.Node) (*gorgonia.Node, error) {
+	x, err := b.blocks.Norm(x, b.nodes[normName], b.nodes[NormBiasName])
+	if err != nil {
+		return nil, err
+	}
+
+	share, err := gorgonia.Mul(embedded, b.number(b.Config.Boundary))
+	if err != nil {
+		return nil, err
+	}
+
+	return gorgonia.Add(x, share)
 }
 
 // block adds block i, any Kasmina layer after it, and the seeds in the stream after it.

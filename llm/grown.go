@@ -70,6 +70,29 @@ func (c Config) Grow(g Grown) Config {
 	return c
 }
 
+// boundaries reports for each block whether the operator of Boundary precedes it, because it follows a
+// block that came at the same place or later before a growth.
+func (c Config) boundaries() []bool {
+	if c.Boundary == 0 {
+		return make([]bool, c.Layers)
+	}
+
+	before := make([]bool, c.Origin().Layers)
+	for _, g := range c.Grown {
+		after, last := make([]bool, len(g.Order)), blueprints.NewBlock
+		for i, from := range g.Order {
+			if from == blueprints.NewBlock {
+				continue
+			}
+			after[i] = from <= last || before[from]
+			last = from
+		}
+		before = after
+	}
+
+	return before
+}
+
 // SameBlocks reports whether two configurations of the same origin have the same blocks.
 func (c Config) SameBlocks(d Config) bool {
 	return c.Layers == d.Layers && slices.Equal(c.Kasmina, d.Kasmina) &&

@@ -2,6 +2,7 @@ package llm
 
 import (
 	"fmt"
+	"slices"
 
 	"gorgonia.org/tensor"
 
@@ -13,6 +14,12 @@ import (
 // and in the stream are merged into it, and its parameters are then copies. Plain returns an error
 // that names the seed if any other seed affects the model's output. The model must be locked.
 func (m *Model) Plain() (*Model, error) {
+	if slices.Contains(m.Config.boundaries(), true) {
+		return nil, fmt.Errorf("the model has grown with Config.Boundary of %v, so it is not a Llama that "+
+			"other programs could load: save the run with Trainer.Save, or train with a Boundary of 0",
+			m.Config.Boundary)
+	}
+
 	chunks, now := len(m.Config.Kasmina), modelState{layout: m.layout(), Params: m.Params}
 	for layer, r := range m.Kasmina.Report() {
 		var ripe []int
@@ -62,7 +69,7 @@ func (m *Model) Plain() (*Model, error) {
 func (c Config) Plain() Config {
 	c.Kasmina, c.Seeds, c.Slots, c.SlotWidth, c.Depth, c.Grown = nil, 0, 0, 0, 0, nil
 	c.Weights, c.Streams, c.LoRAAlpha = nil, nil, 0
-	c.ZeroOutputs = false
+	c.ZeroOutputs, c.Boundary = false, 0
 	c.Adapter = LoRA{}
 	return c
 }

@@ -35,6 +35,7 @@ type arm struct {
 	moments   string    // kept or fresh, of copied blocks
 	outputs   string    // random or zero, at the start of training
 	norms     string    // none or qk
+	boundary  float64   // llm.Config.Boundary
 }
 
 // armKeys lists the keys of an arm in the order of its written form, each with its default, parser and
@@ -92,6 +93,12 @@ var armKeys = []struct {
 	wordKey("moments", func(a *arm) *string { return &a.moments }, "kept", "fresh"),
 	wordKey("outputs", func(a *arm) *string { return &a.outputs }, "random", "zero"),
 	wordKey("norms", func(a *arm) *string { return &a.norms }, "none", "qk"),
+	{"boundary", "0", func(a *arm, v string) (err error) {
+		if a.boundary, err = parseNumber(v); err == nil && a.boundary < 0 {
+			err = errors.New("want a number of at least 0")
+		}
+		return err
+	}, func(a arm) string { return formatNumber(a.boundary) }},
 }
 
 // armKey is the element type of armKeys.
@@ -287,7 +294,7 @@ func (a arm) controller() state.Controller {
 func (a arm) config(largest llm.Config) llm.Config {
 	c := largest
 	c.Layers, c.Depth = a.blocks[0], len(a.blocks)-1
-	c.ZeroOutputs, c.QKNorm = a.outputs == "zero", a.norms == "qk"
+	c.ZeroOutputs, c.QKNorm, c.Boundary = a.outputs == "zero", a.norms == "qk", a.boundary
 	return c
 }
 

@@ -45,7 +45,7 @@ learning rate is tuned. With share=forecast, control.Forecast decides whether, w
 Without share, control.Depth decides when to grow, and with share=curve it decides by the loss curve
 alone. Other keys are kind=stack|interleave|middle,
 optimizer=adamw|muon|lion|adamw8bit, decay=cosine|linear|late, rewarm=STEPS, moments=kept|fresh,
-outputs=random|zero and norms=none|qk. Without arms, the published comparison is made.
+outputs=random|zero, norms=none|qk and boundary=NUMBER (llm.Config.Boundary). Without arms, the published comparison is made.
 
 Each run writes a record to the folder -out. A run with a record is not repeated.
 

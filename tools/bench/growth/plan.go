@@ -86,7 +86,7 @@ func (p plan) trials(j job) (trials []job) {
 func (a arm) static() arm {
 	plain, _ := parseArm("blocks=1")
 	a.blocks, a.shares, a.curve, a.forecast = []int{a.depth()}, nil, false, false
-	a.kind, a.rewarm, a.moments = plain.kind, plain.rewarm, plain.moments
+	a.kind, a.rewarm, a.moments, a.boundary = plain.kind, plain.rewarm, plain.moments, plain.boundary
 	return a
 }
 
