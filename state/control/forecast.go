@@ -42,8 +42,9 @@ type Forecast struct {
 	Size int
 	// Growths is the maximum number of growths, which take place one after another.
 	Growths int
-	// Settle is the share of the budget between a growth and its evaluation, which ends after the share
-	// Patience.
+	// Settle is the largest share of the budget between a growth and its evaluation, which ends after the
+	// share Patience. After an early growth, the evaluation begins once as much has been spent since the
+	// growth as before it.
 	Settle, Patience float64
 	// Tolerance is the difference between two predictions, relative to the present loss, below which
 	// they count as equal.
@@ -491,7 +492,7 @@ func (f *Forecast) next(r state.Report, s state.SeedReport) []state.Command {
 	case state.Grafting:
 		return move(state.Stabilization, "")
 	case state.Stabilization:
-		if spent >= f.Settle {
+		if spent >= f.Settle || s.EpochsInStage >= 2*leastPoints && spent >= entered.Share {
 			return move(state.Evaluating, fmt.Sprintf("it has settled for a share of %.3f", spent))
 		}
 	case state.Evaluating, state.FineTuning:
@@ -502,7 +503,7 @@ func (f *Forecast) next(r state.Report, s state.SeedReport) []state.Command {
 			return move(state.RolledBack, v.text)
 		case !judged && late && s.Delta <= 0:
 			return move(state.RolledBack, fmt.Sprintf("the loss is %.4f higher than without it", -s.Delta))
-		case s.CanAdvance && (judged || s.Delta > 0):
+		case s.CanAdvance && (judged && (v.harm <= 0 || late) || !judged && s.Delta > 0):
 			return move(s.Stage.Next(), v.text)
 		}
 	}
