@@ -238,7 +238,7 @@ func (g *growth) loadBranch(r *CheckpointReader, l layout, prefix string, scale 
 	err error) {
 	prefix = modelfile.PartPrefix + growthName + "." + prefix
 	b.scale, b.layout = scale, l
-	if b.Params, err = paramsIn(r.ctx, g.t.Model, r.file, l, prefix); err != nil {
+	if b.Params, err = paramsIn(r.ctx, g.t.Model, r.file, l, prefix, omitsNothing); err != nil {
 		return b, err
 	}
 	b.Moments, err = momentsIn(r.ctx, r.file, prefix+modelfile.OptimizerPrefix)

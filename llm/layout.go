@@ -81,6 +81,10 @@ func (l layout) Tensors() (n int) {
 // FLOPs is like [Config.FLOPs], and also counts blueprints in the stream. Blueprints at weights are
 // not counted, because their operations occur once per step, regardless of the number of tokens.
 func (l layout) FLOPs() float64 {
+	if !l.Adapter.IsZero() { // which excludes blueprints
+		return l.Config.FLOPs()
+	}
+
 	flops := l.forwardFLOPs()
 	for _, p := range l.Planted {
 		if p.Site != blueprints.Stream {

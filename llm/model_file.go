@@ -208,6 +208,10 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 
 	// A configuration can claim any size, so check that the file contains the tensors before
 	// allocating memory.
+	if f.Metadata[modelfile.BaseKey] != "" {
+		return nil, f.Errorf("it has only the parameters that a run has trained, and not the model that they belong " +
+			"to: resume the run, or load its result")
+	}
 	if err := f.Fits(fileShapeOf(c, dt)); err != nil {
 		return nil, err
 	}
@@ -266,11 +270,16 @@ func (m *Model) latticesOf(ctx context.Context, f *modelfile.File) (install func
 	return install, nil
 }
 
-// paramsIn reads the parameters of a configuration, stored with the given prefix.
+// paramsIn reads the parameters of a configuration, stored with the given prefix. Omitted parameters are those
+// of m.
 func paramsIn(ctx context.Context, m *Model, f *modelfile.File, c layout,
-	prefix string) ([]Param, error) {
+	prefix string, omits func(param string) bool) ([]Param, error) {
 	var params []Param
 	for p := range c.Specs() {
+		if omits(p.Name) {
+			params = append(params, Param{Name: p.Name, Value: m.Param(p.Name)})
+			continue
+		}
 		value := newParamValue(m.Dtype(), p.Shape, nil)
 		if err := f.Parameter(ctx, prefix+p.Name, value.Data()); err != nil {
 			return nil, err
@@ -281,16 +290,16 @@ func paramsIn(ctx context.Context, m *Model, f *modelfile.File, c layout,
 }
 
 // contentsIn reads the parameters and lattices of a file with configuration c, and returns a function
-// that installs them in m. If m already has the same blocks, its parameters keep their memory.
-func contentsIn(ctx context.Context, m *Model, f *modelfile.File,
-	c layout) (read []Param, load func(),
-	err error) {
+// that installs them in m. If m already has the same blocks, its parameters keep their memory. Parameters
+// that the file omits stay as they are in m.
+func contentsIn(ctx context.Context, m *Model, f *modelfile.File, c layout,
+	omits func(param string) bool) (read []Param, load func(), err error) {
 	install, err := m.latticesOf(ctx, f)
 	if err != nil {
 		return nil, nil, err
 	}
 
-	if read, err = paramsIn(ctx, m, f, c, ""); err != nil {
+	if read, err = paramsIn(ctx, m, f, c, "", omits); err != nil {
 		return nil, nil, err
 	}
 

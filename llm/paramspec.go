@@ -140,8 +140,72 @@ func blockPrefix(i int) string { return fmt.Sprintf("%s%d.", blocksPrefix, i) }
 // sequence, where a window W in a sequence of S positions counts as 2W − W²/S positions. (Kaplan et
 // al., "Scaling Laws for Neural Language Models", 2020.)
 //
+// In a model with adapters, only these learn, so that each weight of the model's own takes four operations,
+// two forward and two for the gradient of its input, or just the forward ones in blocks before the first
+// adapter.
+//
 // Planted blueprints are not counted.
-func (c Config) FLOPs() float64 { return 6 * c.forwardFLOPs() }
+func (c Config) FLOPs() float64 {
+	if !c.Adapter.IsZero() {
+		return c.tuningFLOPs(learning{adapted: true})
+	}
+	return 6 * c.forwardFLOPs()
+}
+
+// tuningFLOPs returns the number of operations for training some parameters on one token. A model with seeds
+// does not train like this.
+func (c Config) tuningFLOPs(l learning) float64 {
+	first := c.firstLearner(l)
+	backward := func(block int) float64 { // for the gradient of the input, or for attention's
+		if block < first {
+			return 0
+		}
+		return 2
+	}
+
+	flops := 0.0
+	for p := range c.Specs() {
+		if len(p.Shape) != 2 || p.Name == PositionsName || p.Name == embedName && c.Untied {
+			continue
+		}
+		each := 2 + backward(c.blockOf(p.Name))
+		if l.includes(p.Name) {
+			each += 2
+		}
+		flops += each * float64(p.Shape[0]) * float64(p.Shape[1])
+	}
+
+	heads := float64(c.Heads * c.HeadDim)
+	for i := range c.Layers {
+		flops += (2 + 2*backward(i)) * heads * c.seen(i)
+	}
+	return flops
+}
+
+// blockOf returns the block of a parameter. Parameters after the last block belong to the block after it, as
+// do those of the embedding if it is the output layer too.
+func (c Config) blockOf(param string) (block int) {
+	if _, err := fmt.Sscanf(param, blocksPrefix+"%d.", &block); err != nil {
+		return c.Layers
+	}
+	return block
+}
+
+// firstLearner returns the first block with a parameter that learns: the first of all if the embedding
+// learns, and the number of blocks plus 1 if nothing does.
+func (c Config) firstLearner(l learning) int {
+	first := c.Layers + 1
+	for p := range c.Specs() {
+		switch {
+		case !l.includes(p.Name):
+		case p.Name == embedName || p.Name == PositionsName:
+			return 0
+		default:
+			first = min(first, c.blockOf(p.Name))
+		}
+	}
+	return first
+}
 
 // forwardFLOPs returns the number of multiplications of a forward pass for one token.
 func (c Config) forwardFLOPs() float64 {

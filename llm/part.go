@@ -205,7 +205,10 @@ func (t *Trainer) saveParts(run *savedRun) (tensors []safetensors.Tensor, metada
 // states, and the differences between the trainer's parts and those of the run.
 func (t *Trainer) loadParts(ctx context.Context, f *modelfile.File, run *resumedRun) (install func(),
 	differences []string, err error) {
-	if err := f.Fits(fileShapeOf(run.model.layout, t.Model.Dtype())); err != nil {
+	if err := t.checkBase(f); err != nil {
+		return nil, nil, err
+	}
+	if err := f.Fits(t.fileShape(f, run.model.layout)); err != nil {
 		return nil, nil, err
 	}
 

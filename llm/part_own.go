@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
+	"slices"
 
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
@@ -141,6 +142,13 @@ func (p modelPart) Save(w *CheckpointWriter) error {
 		return fmt.Errorf("llm: saving the run: %w", err)
 	}
 
+	if p.t.omitsBase() {
+		tensors = slices.DeleteFunc(tensors, func(x safetensors.Tensor) bool {
+			return p.t.Model.Param(x.Name) != nil && !p.t.Config.Learns(x.Name)
+		})
+		metadata[modelfile.BaseKey] = p.t.baseDigest()
+	}
+
 	w.tensors = tensors
 	maps.Copy(w.run.metadata, metadata)
 	return nil
@@ -156,7 +164,8 @@ func (p modelPart) Load(r *CheckpointReader) (install func(), err error) {
 		r.differences = append(r.differences, "Model.KasminaOptions."+d)
 	}
 
-	r.run.model.Params, install, err = contentsIn(r.ctx, p.t.Model, r.file, r.run.model.layout)
+	r.run.model.Params, install, err = contentsIn(r.ctx, p.t.Model, r.file, r.run.model.layout,
+		p.t.omitted(r.file))
 	return install, err
 }
 
@@ -196,7 +205,7 @@ func (p optimizerPart) Load(r *CheckpointReader) (install func(), err error) {
 	}
 
 	// Moments may be in files of their own.
-	apart, err := r.file.Moments(r.ctx, fileShapeOf(r.run.model.layout, p.t.Model.Dtype()))
+	apart, err := r.file.Moments(r.ctx, p.t.fileShape(r.file, r.run.model.layout))
 	if err != nil {
 		return nil, err
 	}

@@ -66,6 +66,10 @@ type TrainConfig struct {
 	// of the Budget, which must be set; nil means 1.
 	Annealing optim.Annealing
 
+	// OmitBase makes checkpoints leave out the parameters that do not learn, if there are any. A checkpoint
+	// then has a digest of them, and Resume needs a model with the same. [LoadModel] refuses it.
+	OmitBase bool
+
 	// Engine creates the engine that computes the steps; nil selects the CPU. It receives the TrainConfig
 	// with defaults filled in. The model is locked while Engine runs, so Engine must not call methods
 	// that wait for a step, such as Save.
@@ -149,6 +153,7 @@ type Trainer struct {
 	Config    TrainConfig
 
 	parts []Part // added with Use
+	base  string // digest of the parameters that do not learn; "" until it is needed
 
 	// The components of the trainer. Except for steering, they are guarded by the model's lock.
 	driver   driver
@@ -681,7 +686,7 @@ func (t *Trainer) count(loss float64, u update, began time.Time) error {
 		e.Step, e.Loss, e.LearningRate, e.GradNorm = e.Step+1, loss, u.rate, u.norm
 		e.Preferences = u.preferences
 		e.RunTokens += int64(e.StepTokens)
-		e.RunFLOPs += float64(e.StepTokens) * t.Model.layout().FLOPs()
+		e.RunFLOPs += t.stepFLOPs()
 	})
 
 	if err := t.growth.finishStep(loss, u); err != nil {
@@ -732,7 +737,11 @@ func (t *Trainer) spend(began time.Time) error {
 
 // stepFLOPs returns the number of operations in a step.
 func (t *Trainer) stepFLOPs() float64 {
-	return float64(t.last.StepTokens) * t.Model.layout().FLOPs()
+	flops := t.Model.layout().FLOPs()
+	if len(t.Config.Tuned) > 0 {
+		flops = t.Model.Config.tuningFLOPs(learning{false, t.Config.Tuned, t.Config.adapted})
+	}
+	return float64(t.last.StepTokens) * flops
 }
 
 // noteEnd updates the budget in the latest event and whether the run has made its last step.

@@ -617,6 +617,7 @@ func (o *finetuneOptions) newTrainer(m *llm.Model, l llm.Loader, on machines, d 
 	o.train.Clip = 1
 	o.train.Notes = map[string]string{dateNote: o.now.Format(time.DateOnly)}
 	o.train.Engine = o.engine.engine(on)
+	o.train.OmitBase = true
 	if !d.prefers {
 		return llm.NewTrainer(m, l, optimizer, o.train)
 	}

@@ -41,6 +41,7 @@ const (
 	PlantedKey  = "kasmina.planted"
 	OptionsKey  = "kasmina.options" // of the Kasmina layers
 	NotesKey    = "kasmina.notes"
+	BaseKey     = "kasmina.base"  // digest of the parameters that the file leaves out
 	PartKey     = "kasmina.part." // followed by a part's name
 )
 
