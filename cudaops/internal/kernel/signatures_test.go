@@ -92,6 +92,8 @@ func TestEveryLaunch(t *testing.T) {
 		gemm.Symmetric{D: p, Left: p, Right: p, Alpha: 1, Type: gpu.Float16, N: 264, Depth: 72,
 			Batch: 2},
 		kasmina.Forward{Layer: layer, Y: p, Telemetry: true, Figures: p, Bad: p, Workspace: p},
+		kasmina.Stream{Layers: []kasmina.Layer{layer, layer}, Depth: 3, Control: p, Entries: p, Done: p,
+			X: p, Y: p, Figures: p, Counts: p, Memory: p},
 		kasmina.Backward{Layer: layer, DX: p, DWeights: p, DScales: p, G: p.Offset(256),
 			Telemetry: true, Figures: p, Bad: p, Clipped: p, Workspace: p},
 		layout.Copy{Y: p, X: p, Dims: []int{9, 9}, YStrides: []int{19, 1}, XStrides: []int{11, 1},

@@ -26,6 +26,23 @@ struct Share {
   unsigned late : 24, run : 8, ending : 18, tail : 8, used : 6;
 };
 
+// The position of a block in the grid that covers a layer, and the number of blocks that share its
+// rows. Own is the running block. Part is a block that a block of another grid computes.
+struct Own {
+  static constexpr bool launched = true;
+  __device__ static __forceinline__ unsigned x() { return blockIdx.x; }
+  __device__ static __forceinline__ unsigned y() { return blockIdx.y; }
+  __device__ static __forceinline__ unsigned down() { return gridDim.y; }
+};
+
+struct Part {
+  static constexpr bool launched = false;
+  unsigned across, row, rows;
+  __device__ __forceinline__ unsigned x() const { return across; }
+  __device__ __forceinline__ unsigned y() const { return row; }
+  __device__ __forceinline__ unsigned down() const { return rows; }
+};
+
 // Lane is the position of a thread: the columns from col on, in batches index, index + count, ...
 // The threads of a warp with the same rows are peers. leads is true for the first thread of a warp
 // in a row.
@@ -35,12 +52,13 @@ struct Lane {
   unsigned peers;
   bool leads;
 
-  __device__ __forceinline__ Lane(int n, const Share& share) {
+  template <class Block> __device__ __forceinline__ Lane(int n, const Share& share, const Block& block) {
     const bool narrow = blockDim.x < kWarp;  // otherwise a multiple of kWarp
-    const int t = blockIdx.x * blockDim.x + threadIdx.x, place = narrow ? threadIdx.x : t % kWarp;
-    col = place < share.used ? ((narrow ? blockIdx.x : t / kWarp) * share.used + place) * n : INT_MAX;
-    index = blockIdx.y * blockDim.y + threadIdx.y, count = gridDim.y * blockDim.y, leads = place == 0;
+    const int t = block.x() * blockDim.x + threadIdx.x, place = narrow ? threadIdx.x : t % kWarp;
+    col = place < share.used ? ((narrow ? block.x() : t / kWarp) * share.used + place) * n : INT_MAX;
+    index = block.y() * blockDim.y + threadIdx.y, count = block.down() * blockDim.y, leads = place == 0;
   }
+  __device__ __forceinline__ Lane(int n, const Share& share) : Lane(n, share, Own{}) {}
   // find reports whether the thread has any of the d columns. All threads of the block must call
   // it.
   __device__ __forceinline__ bool find(int d) {
