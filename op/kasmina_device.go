@@ -37,11 +37,15 @@ func (o *KasminaOp) SharesRun(p *KasminaOp) bool { return p != nil && o.run == p
 var errZeroPass = errors.New("op: the KasminaPass is its zero value, want one that NewPass returns")
 
 // Begin takes the snapshot of the lattice.
-func (p *KasminaPass) Begin() {
+func (p *KasminaPass) Begin() { p.BeginAhead(0) }
+
+// BeginAhead is like Begin for a pass that starts before the measurements of the given number of earlier
+// passes have been recorded.
+func (p *KasminaPass) BeginAhead(ahead int) {
 	if p.op == nil {
 		return
 	}
-	p.op.Lattice.Begin(&p.op.run.pass, !p.op.Config.NoTelemetry)
+	p.op.Lattice.BeginAhead(&p.op.run.pass, !p.op.Config.NoTelemetry, ahead)
 	p.limits = gradLimits(p.op, p.limits)
 }
 

@@ -110,7 +110,11 @@ func (p *Pass) seeds() int {
 // With record set, the caller passes the results to [Lattice.RecordHealth] and
 // [Lattice.RecordGradient], and p.Watch selects the seeds to measure. Otherwise Watch is false for
 // all seeds.
-func (l *Lattice) Begin(p *Pass, record bool) {
+func (l *Lattice) Begin(p *Pass, record bool) { l.BeginAhead(p, record, 0) }
+
+// BeginAhead is like [Lattice.Begin] for a pass that starts before the results of the given number of
+// earlier passes have been recorded. The telemetry samples the passes as if they had been.
+func (l *Lattice) BeginAhead(p *Pass, record bool, ahead int) {
 	if p == nil {
 		return
 	}
@@ -127,7 +131,7 @@ func (l *Lattice) Begin(p *Pass, record bool) {
 		}
 	}
 
-	p.Record, p.Telemetry, p.Epoch, p.Step = record, l.config.Telemetry, l.epoch, l.step+l.ahead
+	p.Record, p.Telemetry, p.Epoch, p.Step = record, l.config.Telemetry, l.epoch, l.step+l.ahead+uint64(ahead)
 	for i := range n {
 		stage := Stage(s.stage[i])
 		if override, ok := l.overrides[i]; ok {

@@ -40,6 +40,7 @@ var groups = []group{
 	{"decode", []func(*timer){decoding}},
 	{"muon", []func(*timer){newtonSchulz}},
 	{"kasmina", []func(*timer){layers}},
+	{"stream", []func(*timer){streams}},
 	{"optim", []func(*timer){updates}},
 	{"stock", []func(*timer){stock}},
 }

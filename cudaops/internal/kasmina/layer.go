@@ -325,6 +325,17 @@ func (l *layer) receive(i int, wait bool) error {
 	return nil
 }
 
+// Health returns the health of a seed's chunk from the figures of a forward pass, as
+// [kasminakernel.Forward] writes them. The chunk has the given number of elements, some of them not
+// finite.
+func Health(figures []float32, seeds, seed, elements, nonFinite int) state.HealthSample {
+	v := func(i int) float64 { return float64(figures[i*seeds+seed]) }
+	return state.HealthSample{NonFinite: nonFinite,
+		Health: state.Health{Variance: v(0), Mean: v(1), Min: v(2), Max: v(3), DeadRatio: v(4), SNR: v(5)},
+		Moments: state.Moments{Count: float64(elements - nonFinite), Mean: v(kasminakernel.Moments),
+			Variance: v(kasminakernel.Moments + 1)}}
+}
+
 // deliver passes a report to the lattice.
 func (l *layer) deliver(f *flight, report []byte) error {
 	seeds := l.State.Seeds
@@ -338,18 +349,12 @@ func (l *layer) deliver(f *flight, report []byte) error {
 	copy(l.counts, counts)
 	count := func(what, seed int) int { return int(counted[what*seeds+seed]) }
 	figure := func(what, i, seed int) float64 { return float64(figures[l.ReportOffset(what+i)+seed]) }
-	elements := float64(l.Rows * l.Chunk)
-
 	health := func(seed int) state.HealthSample {
 		h := state.HealthSample{NonFinite: count(program.KasminaBadX, seed)}
 		if !f.mode.telemetry {
 			return h
 		}
-		v := func(i int) float64 { return figure(program.KasminaHealth, i, seed) }
-		h.Health = state.Health{Variance: v(0), Mean: v(1), Min: v(2), Max: v(3),
-			DeadRatio: v(4), SNR: v(5)}
-		h.Moments = state.Moments{Count: elements - float64(h.NonFinite),
-			Mean: v(kasminakernel.Moments), Variance: v(kasminakernel.Moments + 1)}
+		h = Health(figures[l.ReportOffset(program.KasminaHealth):], seeds, seed, l.Rows*l.Chunk, h.NonFinite)
 		if f.mode.histogram {
 			h.Histogram = (*state.Histogram)(words[l.ReportOffset(program.KasminaBins)+
 				seed*kasminakernel.Bins:])
