@@ -154,8 +154,9 @@ func (s Stream) memory(g streamGrid, c *kernel.Carve) (m streamMemory) {
 
 // MemoryBytes returns the size of Memory.
 func (s Stream) MemoryBytes(d gpu.DeviceInfo) (bytes int) {
-	// Fewer resident blocks may mean fewer blocks per team, and more teams.
-	for blocks := d.SMs; blocks <= streamBlocks*d.SMs; blocks += d.SMs {
+	// The number of blocks of an ordinary launch depends on how many run at once. Fewer blocks per team
+	// allow more teams.
+	for blocks := d.SMs; blocks <= maxBlocks*d.SMs; blocks += d.SMs {
 		var c kernel.Carve
 		s.memory(s.divide(d, blocks, streamBlocks*d.SMs), &c)
 		bytes = max(bytes, int(c.At))
