@@ -309,14 +309,22 @@ func (p *persistentStream) place(batch uint64) (x, y []byte) {
 // submit announces a batch, and returns its number among those of the kernel.
 func (p *persistentStream) submit(x []float32, watched bool) (uint64, error) {
 	to, _ := p.place(p.kernel.Next())
-	gpu.Encode(to, p.dtype, x)
+	if p.dtype == gpu.Float32 {
+		copy(to, gpu.Bytes(x))
+	} else {
+		gpu.Encode(to, p.dtype, x)
+	}
 	return p.kernel.Submit(watched)
 }
 
 // result copies the result of a batch.
 func (p *persistentStream) result(y []float32, batch uint64) {
 	_, from := p.place(batch)
-	gpu.Decode(y, p.dtype, from)
+	if p.dtype == gpu.Float32 {
+		copy(gpu.Bytes(y), from)
+	} else {
+		gpu.Decode(y, p.dtype, from)
+	}
 }
 
 // record passes the measurements of a batch that is done to the lattices.

@@ -134,8 +134,10 @@ func (l *Lattice) BeginAhead(p *Pass, record bool, ahead int) {
 	p.Record, p.Telemetry, p.Epoch, p.Step = record, l.config.Telemetry, l.epoch, l.step+l.ahead+uint64(ahead)
 	for i := range n {
 		stage := Stage(s.stage[i])
-		if override, ok := l.overrides[i]; ok {
-			stage = override
+		if len(l.overrides) > 0 {
+			if override, ok := l.overrides[i]; ok {
+				stage = override
+			}
 		}
 
 		p.Stage[i], p.Slot[i], p.Kind[i] = stage, s.slot[i], blueprints.Kind(s.kind[i])
