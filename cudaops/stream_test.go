@@ -556,3 +556,72 @@ func TestStreamConcurrent(t *testing.T) {
 		require.NoError(t, s.Close())
 	})
 }
+
+// BenchmarkStream times batches on a GPU, as a program sees them, with the persistent kernel and with
+// launches: one after another with Run, and several in flight with Process.
+func BenchmarkStream(b *testing.B) {
+	device := openGPU(b)
+	for _, shape := range []struct{ rows, features, seeds int }{{1, 64, 16}, {16, 256, 64}, {64, 1024, 256},
+		{64, 4000, 1000}, {256, 4096, 1024}} {
+		for _, layers := range []int{1, 4, 8} {
+			for _, mode := range []StreamMode{StreamLaunches, StreamPersistent} {
+				name := fmt.Sprintf("%dx%d_l%d/%v", shape.rows, shape.features, layers, mode)
+				y := benchmarkNet(b, shape.rows, shape.features, shape.seeds, layers)
+				s, err := NewStream(device, y, StreamOptions{Mode: mode})
+				require.NoError(b, err)
+				x := make([]float32, shape.rows*shape.features)
+				for i := range x {
+					x[i] = float32(i%7) - 3
+				}
+				out := make([]float32, len(x))
+				ctx := context.Background()
+				b.Run(name+"/Run", func(b *testing.B) {
+					for b.Loop() {
+						require.NoError(b, s.Run(ctx, x, out))
+					}
+				})
+				b.Run(name+"/Process", func(b *testing.B) {
+					batches := func(yield func([]float32) bool) {
+						for range b.N {
+							if !yield(x) {
+								return
+							}
+						}
+					}
+					for _, err := range s.Process(ctx, batches) {
+						require.NoError(b, err)
+					}
+				})
+				require.NoError(b, s.Close())
+			}
+		}
+	}
+}
+
+// benchmarkNet returns a chain of layers whose seeds all blend, without telemetry.
+func benchmarkNet(b *testing.B, rows, features, seeds, layers int) *gorgonia.Node {
+	g := gorgonia.NewGraph()
+	node := func(name string, shape ...int) *gorgonia.Node {
+		x := make([]float32, tensor.Shape(shape).TotalSize())
+		for i := range x {
+			x[i] = float32(i%5) / 5
+		}
+		return gorgonia.NewTensor(g, gorgonia.Float32, len(shape), gorgonia.WithName(name),
+			gorgonia.WithShape(shape...),
+			gorgonia.WithValue(tensor.New(tensor.WithShape(shape...), tensor.WithBacking(x))))
+	}
+
+	y := node("x", rows, features)
+	for i := range layers {
+		lattice, err := state.NewLattice(seeds, features, state.WithoutGates(),
+			state.WithTelemetry(state.Telemetry{Mode: state.Off}))
+		require.NoError(b, err)
+		for j := range seeds {
+			new(streamNet).graft(b, lattice, j, j+1, blueprints.Kind(j%4))
+		}
+		y, err = op.Kasmina(y, node(fmt.Sprint("w", i), seeds+1, features/seeds),
+			node(fmt.Sprint("a", i), seeds+1), lattice, op.WithoutTelemetry())
+		require.NoError(b, err)
+	}
+	return y
+}

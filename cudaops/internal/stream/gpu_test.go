@@ -250,3 +250,33 @@ func TestIdle(t *testing.T) {
 		r.check(batch, true)
 	}
 }
+
+// TestManyInFlight keeps the ring full, so that the blocks of a team work on different batches.
+func TestManyInFlight(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for _, layers := range [][]int{{1000}, {1000, 1000}, {100, 200}} {
+		c := chainCase{64, layers, 4000, 64, kerneltest.Bf16}
+		g.Scope(c.String(), func(g *kerneltest.Rig) {
+			r := newChain(g, c, 50*time.Millisecond)
+			defer r.close()
+			ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+			defer cancel()
+			depth := uint64(c.depth)
+			watched := func(batch uint64) bool { return batch/500%2 == 1 && batch%7 == 0 }
+			for n := range uint64(kerneltest.Few(5000, 300)) {
+				if n >= depth {
+					r.Must(r.Wait(ctx, n-depth))
+				} else {
+					r.draw(false)
+				}
+				_, err := r.Submit(watched(n))
+				r.Must(err)
+			}
+			r.Must(r.Stop(ctx))
+			for batch := r.Next() - depth; batch < r.Next(); batch++ {
+				r.check(batch, watched(batch))
+			}
+			require.Equal(r, 1, r.Launches())
+		})
+	}
+}

@@ -15,7 +15,8 @@
 //
 // Between two layers, the blocks of a team wait for each other, unless all that a thread reads is
 // what it has written itself. With figures, they also wait for each other before they merge the
-// records, one layer after another, and before they take the next batch.
+// records, one layer after another, and before they take the next batch. Otherwise a block takes the
+// next batch as soon as it is ready, so several batches of a team may be unfinished.
 //
 // The kernel ends when the host asks it to, and when it has seen no batch for a while by the
 // device's own clock, whatever has become of the host. Batches published by then are computed, and
@@ -48,7 +49,8 @@ struct Queue {
   unsigned long long* published;      // [depth]
   uint32_t* bad;                      // [depth, seeds]; 0 between batches
   uint32_t* spoiled;                  // [depth]; whether bad is not 0
-  uint32_t* arrived;                  // [teams]; how often blocks have arrived
+  uint32_t* finished;                 // [depth]; blocks that have finished the batch; 0 between batches
+  uint32_t* arrived;                  // [teams]; how often blocks have arrived at a point to meet
   char* scratch;                      // [teams, 2, stride]; values between layers
   float4* records;                    // [teams, layers, 2·parts·units]
   unsigned long long first;           // the first batch of this launch
@@ -150,19 +152,13 @@ __device__ __forceinline__ unsigned long long await(const Queue& r, unsigned lon
   return word;
 }
 
-// arrive reports that a block has finished a step, with everything that its threads have written. It
-// returns to thread 0 how often the blocks of the team had arrived before.
-__device__ __forceinline__ uint32_t arrive(uint32_t* arrived) {
+// meet waits until the blocks of the team have arrived `target` times altogether, and makes
+// everything that they wrote before visible to all of them. The count may wrap around.
+__device__ __forceinline__ void meet(uint32_t* arrived, uint32_t target) {
   __syncthreads();
-  if (Lane::inBlock() > 0) return 0;
-  __threadfence();
-  return atomicAdd(arrived, 1u);
-}
-
-// meet waits until the blocks of the team have arrived `target` times altogether. The count may wrap
-// around.
-__device__ __forceinline__ void meet(const uint32_t* arrived, uint32_t target) {
   if (Lane::inBlock() == 0) {
+    __threadfence();
+    atomicAdd(arrived, 1u);
     while (int(peekCount(arrived) - target) < 0) {}
     __threadfence();
   }
@@ -178,7 +174,7 @@ struct Spoils {
   }
 };
 
-// complete passes a batch to the host. The last block of the team to arrive calls it.
+// complete passes a batch to the host. The last block of the team to finish it calls it.
 __device__ __forceinline__ void complete(const Queue& r, unsigned long long k) {
   const int slot = int(k % r.depth);
   const uint32_t spoiled = peekCount(r.spoiled + slot);
@@ -189,6 +185,7 @@ __device__ __forceinline__ void complete(const Queue& r, unsigned long long k) {
   }
   if (Lane::inBlock() > 0) return;
   if (spoiled) r.spoiled[slot] = 0;
+  r.finished[slot] = 0;
   __threadfence_system();
   storeSystem(r.done + slot, 2 * (k + 1) + spoiled);
 }
@@ -222,7 +219,7 @@ __device__ __forceinline__ void stream(const Queue& r, const Stages& stages) {
       const Stage& s = stages.at[i];
       char* y = i == r.layers - 1 ? r.y + slot * r.stride : scratch + (i & 1) * r.stride;
       const Spoils bad{r.bad + int64_t(slot) * r.seeds + s.firstSeed, r.spoiled + slot};
-      if (i > 0 && r.sync) arrive(arrived), meet(arrived, target += members);
+      if (i > 0 && r.sync) meet(arrived, target += members);
       const Source<T, 1> source{{reinterpret_cast<const T*>(x)}};
       if (watched) {
         forward<T, N, E, whole, kWatch, PlainRows<T, N>>(s.layer, reinterpret_cast<T*>(y), source, r.share, records + i * record, bad, block);
@@ -233,7 +230,7 @@ __device__ __forceinline__ void stream(const Queue& r, const Stages& stages) {
       x = y;
     }
     if (watched) {
-      arrive(arrived), meet(arrived, target += members);
+      meet(arrived, target += members);
 #pragma unroll 1
       for (int i = 0; i < r.layers; i++) {
         const Stage& s = stages.at[i];
@@ -249,16 +246,15 @@ __device__ __forceinline__ void stream(const Queue& r, const Stages& stages) {
     }
 
     __shared__ bool last;
-    target += members;
     __syncthreads();
     if (Lane::inBlock() == 0) {
       __threadfence_system();  // y and the figures may be in pinned memory
-      last = atomicAdd(arrived, 1u) + 1 == target;
+      last = atomicAdd(r.finished + slot, 1u) == members - 1;
       __threadfence();
     }
     __syncthreads();
     if (last) complete(r, k);
-    if (watched || r.sync) meet(arrived, target);
+    if (watched || r.sync) meet(arrived, target += members);
   }
 }
 

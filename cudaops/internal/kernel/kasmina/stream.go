@@ -127,10 +127,9 @@ func (s Stream) divide(d gpu.DeviceInfo, ordinary, resident int) (g streamGrid) 
 
 // streamMemory holds the addresses of a stream's parts of Memory. Those up to end are zero at launch.
 type streamMemory struct {
-	closing, published, arrived, bad, spoiled gpu.Ptr
-	end                                       gpu.Ptr
-	scratch, records                          gpu.Ptr
-	softmax                                   []gpu.Ptr // by layer; null if threads compute it
+	closing, published, arrived, bad, spoiled, finished, end gpu.Ptr
+	scratch, records                                         gpu.Ptr
+	softmax                                                  []gpu.Ptr // by layer; null if threads compute it
 }
 
 func (s Stream) memory(g streamGrid, c *kernel.Carve) (m streamMemory) {
@@ -139,6 +138,7 @@ func (s Stream) memory(g streamGrid, c *kernel.Carve) (m streamMemory) {
 	m.arrived = c.Take(4 * g.teams)
 	m.bad = c.Take(4 * s.Depth * g.seeds)
 	m.spoiled = c.Take(4 * s.Depth)
+	m.finished = c.Take(4 * s.Depth)
 	m.end = c.At
 	m.scratch = c.Take(2 * s.BatchBytes() * g.teams)
 	m.records = c.Take(forwardRecord * g.rowParts() * g.units * len(s.Layers) * g.teams)
@@ -213,7 +213,7 @@ func (s Stream) Launch(q *kernel.Queue) {
 // queue returns a Queue of kasmina_stream.cu.
 func (s Stream) queue(g streamGrid, m streamMemory) kernel.Struct {
 	return kernel.Struct{s.Control, s.Entries, s.Done, s.X, s.Y, s.Figures, s.Counts, m.closing,
-		m.published, m.bad, m.spoiled, m.arrived, m.scratch, m.records, int64(s.First),
+		m.published, m.bad, m.spoiled, m.finished, m.arrived, m.scratch, m.records, int64(s.First),
 		s.Idle.Nanoseconds(), int64(s.BatchBytes()), s.Depth, len(s.Layers), g.seeds, g.units, g.tiles,
 		g.rowParts(), g.teams, kernel.Bit(g.sync()), g.share()}
 }
