@@ -30,8 +30,7 @@ var ErrStreamClosed = errors.New("the stream is closed")
 type StreamMode uint8
 
 const (
-	// StreamAuto uses the persistent kernel for the batches that it can compute and for which it should be
-	// faster, and launches for the others.
+	// StreamAuto uses the persistent kernel if it can compute a batch and should be faster than launches.
 	StreamAuto StreamMode = iota
 	// StreamPersistent uses the persistent kernel, even for large batches. Submit returns an error for a
 	// batch that the kernel cannot compute.
@@ -53,8 +52,8 @@ type StreamOptions struct {
 	// Idle is the time after which the persistent kernel ends if it sees no new batch. The next batch
 	// launches it again. The default is 20 ms.
 	Idle time.Duration
-	// Precision is the type in which a GPU stores the values of the layers: Float32, which is the default,
-	// BFloat16 or Float16. A CPU always computes in float32.
+	// Precision is the type of the layers' values on a GPU: Float32, which is the default, BFloat16 or
+	// Float16. A CPU always computes in float32.
 	Precision Precision
 	Mode      StreamMode
 }
@@ -66,22 +65,22 @@ type StreamOptions struct {
 // and also when it has seen no batch for a while ([StreamOptions].Idle), whatever has become of the
 // program. While batches keep arriving, it occupies most of the GPU, and other work there has to wait.
 //
-// Not every batch can be computed that way. Others are computed by a [Machine], with launches or a
-// captured graph, and without a GPU by a cpuops.Machine. The results are the same, and outputs and
-// telemetry of both ways on a GPU have the same bits. [Stream.Fallback] tells why the persistent kernel
-// was not used. It requires
-//   - layers with the same number of rows and features whose chunks all have 4 features, or all a multiple
-//     of 16 bytes, or all other numbers; at most 16 layers, and none in strict mode,
-//   - seeds with the kinds Residual, AttentionGate, MLPExpansion and ConvFilter only,
+// If the persistent kernel cannot compute a batch, a [Machine] does, with launches and later with a
+// captured graph. Without a GPU, a cpuops.Machine computes all batches. On a GPU, outputs and telemetry
+// have the same bits either way. [Stream.Fallback] returns the reason for a fallback. The persistent
+// kernel requires
+//   - at most 16 layers, none of them in strict mode,
+//   - chunks of the same kind in all layers: chunks of 4 features, chunks that are a multiple of 16 bytes,
+//     or chunks of any other size,
+//   - only the kinds Residual, AttentionGate, MLPExpansion and ConvFilter,
 //   - telemetry that is off or reduced exactly, without histograms ([state.Telemetry]),
 //   - batches of at most 512 KiB in the stream's precision, unless the mode is StreamPersistent, and
 //   - room for all blocks of the kernel on the GPU.
 //
 // A batch sees the lattices as of its [Stream.Submit]: a change of a stage, α or slot takes effect with
-// the next batch submitted, and batches in flight are not affected. Weights and scales are those from
-// when the stream was made or last refreshed; see [Stream.Refresh]. The stream never changes the nodes'
-// values. Telemetry arrives in the lattices at the latest when [Stream.Wait] returns, in the order of
-// batches.
+// the next batch submitted, and batches in flight are not affected. Weights and scales are copied when the
+// stream is made and by [Stream.Refresh]. The stream never changes the nodes' values. Telemetry arrives in
+// the lattices in the order of batches, at the latest when [Stream.Wait] returns.
 //
 // The methods of a Stream may be called from several goroutines.
 type Stream struct {
@@ -92,7 +91,7 @@ type Stream struct {
 	mu         sync.Mutex
 	places     []streamPlace
 	submitted  uint64            // batches so far
-	recorded   uint64            // batches whose telemetry is in the lattices
+	recorded   uint64            // batches with telemetry in the lattices
 	persistent *persistentStream // nil until first needed
 	computer   streamComputer    // for other batches; nil until first needed
 	unfit      error             // why the persistent kernel can compute no batch of this stream
@@ -111,8 +110,8 @@ type streamPlace struct {
 	err         error
 }
 
-// largestStreamBatch is the size in bytes up to which the mode StreamAuto uses the persistent kernel.
-// Larger batches fill the GPU with a launch.
+// largestStreamBatch is the limit, in bytes, for the persistent kernel in the mode StreamAuto. A launch of
+// a larger batch fills the GPU.
 const largestStreamBatch = 512 << 10
 
 // NewStream returns a stream that computes y, the result of one or more layers made with [op.Kasmina], one
@@ -383,8 +382,8 @@ func (s *Stream) discard(batch uint64) {
 // [StreamOptions].Depth batches in flight, so it takes several batches from the sequence before it yields
 // the first result. Use [Stream.Run] if a batch depends on the result of the one before.
 //
-// A result is valid until the next one is yielded. After an error, which may be that of ctx, Process
-// yields the error and ends.
+// A result is valid until the next one is yielded. If a batch fails or ctx is canceled, Process yields the
+// error and ends.
 func (s *Stream) Process(ctx context.Context, batches iter.Seq[[]float32]) iter.Seq2[[]float32, error] {
 	return func(yield func([]float32, error) bool) {
 		var flying []uint64
@@ -471,8 +470,8 @@ type streamComputer interface {
 	close() error
 }
 
-// streamChain is a copy of the layers in a graph of its own, with copies of their weights and scales. The
-// copies keep the start of a slot that is unwritten in the nodes.
+// streamChain is a copy of the layers in a separate graph, with copies of their weights and scales. If a
+// slot is unwritten in the user's graph, the copies hold its identity start.
 type streamChain struct {
 	graph  *gorgonia.ExprGraph
 	x, y   *gorgonia.Node

@@ -306,7 +306,7 @@ func (p *persistentStream) place(batch uint64) (x, y []byte) {
 	return p.batches[at:][:bytes], p.batches[half+at:][:bytes]
 }
 
-// submit announces a batch, and returns its number among those of the kernel.
+// submit announces a batch to the kernel, and returns the kernel's number for it.
 func (p *persistentStream) submit(x []float32, watched bool) (uint64, error) {
 	to, _ := p.place(p.kernel.Next())
 	if p.dtype == gpu.Float32 {

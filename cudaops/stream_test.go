@@ -228,6 +228,35 @@ func TestStream(t *testing.T) {
 	})
 }
 
+// TestStreamSameBits compares the persistent kernel with launches: outputs and reports must be identical.
+func TestStreamSameBits(t *testing.T) {
+	device := openGPU(t)
+	for _, precision := range []Precision{Float32, BFloat16, Float16} {
+		seed := randomSeed(t)
+		var outputs [2][][]float32
+		var reports [2][]state.SeedReport
+		for i, mode := range []StreamMode{StreamPersistent, StreamLaunches} {
+			n := newStreamNet(t, seed, []int{12, 12, 12, 12})
+			s, err := NewStream(device, n.y, StreamOptions{Mode: mode, Precision: precision})
+			require.NoError(t, err)
+			for batch := range 20 {
+				if batch == 11 {
+					require.NoError(t, n.lattices[1].SetAlpha(2, 0.3))
+				}
+				y := n.batch()
+				require.NoError(t, s.Run(context.Background(), y, y))
+				outputs[i] = append(outputs[i], y)
+				for _, l := range n.lattices {
+					reports[i] = append(reports[i], l.Report().Seeds...)
+				}
+			}
+			require.NoError(t, s.Close())
+		}
+		require.Equal(t, outputs[1], outputs[0], precision)
+		require.Equal(t, reports[1], reports[0], precision)
+	}
+}
+
 // TestStreamFallsBack checks that batches that the persistent kernel cannot compute are computed
 // otherwise, with the same results, and that the kernel computes the batches after them.
 func TestStreamFallsBack(t *testing.T) {
@@ -404,7 +433,7 @@ func TestStreamCanceled(t *testing.T) {
 	requireNoLeaks(t, device)
 }
 
-// TestStreamProcess checks a sequence of batches, one that its consumer leaves, and one with an error.
+// TestStreamProcess checks complete sequences of batches, sequences that the consumer stops, and errors.
 func TestStreamProcess(t *testing.T) {
 	onStreams(t, func(t *testing.T, device *Device, mode StreamMode) {
 		n := newStreamNet(t, randomSeed(t), []int{12})
@@ -444,8 +473,8 @@ func TestStreamProcess(t *testing.T) {
 	})
 }
 
-// TestStreamNonFinite checks that NaN is passed on, counted and, if the layer says so, an error of the
-// batch in which it occurs.
+// TestStreamNonFinite checks that NaN is passed on and counted, and that it is an error of its batch if the
+// layer stops on NaN.
 func TestStreamNonFinite(t *testing.T) {
 	onStreams(t, func(t *testing.T, device *Device, mode StreamMode) {
 		for _, opts := range [][]op.KasminaOption{nil, {op.StopOnNonFinite()},
@@ -557,17 +586,21 @@ func TestStreamConcurrent(t *testing.T) {
 	})
 }
 
-// BenchmarkStream times batches on a GPU, as a program sees them, with the persistent kernel and with
-// launches: one after another with Run, and several in flight with Process.
+// BenchmarkStream times batches, as a program sees them, on a CPU (StreamAuto), with launches, and with the
+// persistent kernel: one after another with Run, and several in flight with Process.
 func BenchmarkStream(b *testing.B) {
 	device := openGPU(b)
 	for _, shape := range []struct{ rows, features, seeds int }{{1, 64, 16}, {16, 256, 64}, {64, 1024, 256},
 		{64, 4000, 1000}, {256, 4096, 1024}} {
 		for _, layers := range []int{1, 4, 8} {
-			for _, mode := range []StreamMode{StreamLaunches, StreamPersistent} {
+			for _, mode := range []StreamMode{StreamAuto, StreamLaunches, StreamPersistent} {
 				name := fmt.Sprintf("%dx%d_l%d/%v", shape.rows, shape.features, layers, mode)
 				y := benchmarkNet(b, shape.rows, shape.features, shape.seeds, layers)
-				s, err := NewStream(device, y, StreamOptions{Mode: mode})
+				on := device
+				if mode == StreamAuto { // on the CPU
+					on = nil
+				}
+				s, err := NewStream(on, y, StreamOptions{Mode: mode})
 				require.NoError(b, err)
 				x := make([]float32, shape.rows*shape.features)
 				for i := range x {
@@ -598,7 +631,7 @@ func BenchmarkStream(b *testing.B) {
 	}
 }
 
-// benchmarkNet returns a chain of layers whose seeds all blend, without telemetry.
+// benchmarkNet returns a chain of layers without telemetry. All seeds blend.
 func benchmarkNet(b *testing.B, rows, features, seeds, layers int) *gorgonia.Node {
 	g := gorgonia.NewGraph()
 	node := func(name string, shape ...int) *gorgonia.Node {

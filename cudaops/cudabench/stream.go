@@ -158,7 +158,7 @@ func (s *streamBench) measure(telemetry, wait bool) {
 	do(k.Close())
 }
 
-// wall reports the time per batch. Function batch submits a batch, and end waits for all of them.
+// wall reports the time per batch. Function batch submits a batch, and end waits for all batches.
 func (s *streamBench) wall(how string, telemetry, wait bool, batch func(i int), end func()) {
 	name := fmt.Sprintf("kasmina_%s_%dx%d_s%d_l%d", how, streamRows, streamColumns, streamSeeds,
 		len(s.layers))

@@ -8,8 +8,7 @@
 // of a seed. The last element of the chunk of the output is added to the heater's power.
 //
 // At first all seeds are dormant, so the power changes by the error itself, and the temperatures
-// oscillate. Then the seeds of the second layer get a ConvFilter, whose three weights make it a PID
-// controller. Finally the seeds of the first layer get a ConvFilter that averages three measurements, so
+// oscillate. Then the seeds of the second layer get a ConvFilter, which acts as a PID controller. Finally the seeds of the first layer get a ConvFilter that averages three measurements, so
 // that noise moves the power less.
 //
 // The stream computes on an NVIDIA GPU if there is one, and otherwise on the CPU.
@@ -85,7 +84,7 @@ func run(ctx context.Context, out io.Writer) error {
 	change := make([]float32, len(plant.errors))
 	for _, phase := range []struct {
 		name  string
-		graft *state.Lattice // whose seeds start to work in this phase
+		graft *state.Lattice // its seeds start to work in this phase
 	}{{"all seeds dormant", nil}, {"with PID controllers", pid}, {"with averages", average}} {
 		if phase.graft != nil {
 			if err := graft(phase.graft); err != nil {

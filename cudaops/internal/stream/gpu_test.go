@@ -115,7 +115,7 @@ func (r *chain) place(of []byte, batch uint64) []byte {
 	return of[int(batch%uint64(r.depth))*step:][:l.Rows*l.State.Seeds*l.Chunk*l.Type.Size()]
 }
 
-// draw writes random elements to the next batch, some of them extreme.
+// draw writes random elements to the next batch, including extreme ones if extreme is set.
 func (r *chain) draw(extreme bool) {
 	l := r.layers[0]
 	v := make([]float64, l.Rows*l.State.Seeds*l.Chunk)
@@ -208,7 +208,7 @@ var chainCases = []chainCase{
 	{13, []int{11, 33, 11}, 99, 5, kerneltest.F32}, // chunks of any size
 	{1, []int{5, 5}, 35, 2, kerneltest.F16},        // a single row
 	{300, []int{10, 10}, 40, 1, kerneltest.F32},    // many rows
-	{16, []int{1, 2}, 2048, 4, kerneltest.F32},     // a softmax of its own
+	{16, []int{1, 2}, 2048, 4, kerneltest.F32},     // with kernels for the softmax
 	{64, []int{100, 100, 100, 100, 100, 100, 100, 100}, 400, 8, kerneltest.Bf16},
 }
 

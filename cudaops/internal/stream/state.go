@@ -1,6 +1,6 @@
 package stream
 
-// phase is what is known about the kernel on the device.
+// phase is the state of the kernel on the device, as far as the host knows.
 type phase uint8
 
 // The phases of a [Kernel].

@@ -24,12 +24,12 @@ type Launcher interface {
 	Launch(s gpu.Stream, params any) error
 }
 
-// Config describes a stream. The addresses of X and Y are those of Depth batches, BatchBytes apart (see
-// [kasmina.Stream]), in device memory or in pinned memory.
+// Config describes a stream. X and Y point to Depth batches, BatchBytes apart (see [kasmina.Stream]), in
+// device memory or in pinned memory.
 type Config struct {
 	Layers []kasmina.Layer
 	Depth  int           // batches in flight at most
-	Idle   time.Duration // after which the kernel ends if there is no new batch
+	Idle   time.Duration // the kernel ends after this time without a new batch
 	X, Y   gpu.Ptr
 }
 
@@ -89,7 +89,7 @@ func (k *Kernel) allocate() (err error) {
 		4 * kasmina.ForwardFigures * seeds * depth, 4 * seeds * depth}
 	at := make([]int, len(sizes)+1)
 	for i, n := range sizes {
-		at[i+1] = at[i] + (n+127)/128*128 // each part has cache lines of its own
+		at[i+1] = at[i] + (n+127)/128*128 // parts share no cache lines
 	}
 
 	if k.pinned, err = k.ctx.AllocHost(at[len(sizes)]); err != nil {
@@ -145,9 +145,9 @@ func (k *Kernel) failedWith(err error) error {
 	return err
 }
 
-// Submit announces the next batch, whose X must be written, and returns its number. Its place in the ring
-// must be free: the batch that was there before must be done, and its results must have been read. After
-// an error the batch is not announced.
+// Submit announces the next batch and returns its number. X must be written, and the place in the ring must
+// be free: the previous batch there must be done, and its results must have been read. After an error the
+// batch is not announced.
 func (k *Kernel) Submit(watched bool) (uint64, error) {
 	if err := k.usable(); err != nil {
 		return 0, err
@@ -197,7 +197,7 @@ func (k *Kernel) revive() error {
 	return nil
 }
 
-// pollsPerCheck is the number of unsuccessful polls after which Done asks the driver about the kernel.
+// pollsPerCheck is the number of unsuccessful polls between checks that the kernel is still running.
 const pollsPerCheck = 1 << 10
 
 // Done reports whether a batch is done. It returns an error if it never will be.

@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/seed"
 )
 
-// launcher launches a Go function in place of the kernel. The function takes the batches that have been
-// announced, at most `limit` of them, counts NaN in every third batch, and ends.
+// launcher launches a Go function in place of the kernel. The function takes up to `limit` announced
+// batches, counts NaN in every third batch, and ends.
 type launcher struct {
 	ctx      gpu.Context
 	function *gpu.Function

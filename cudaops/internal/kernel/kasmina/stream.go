@@ -12,8 +12,8 @@ import (
 )
 
 // Stream is a kernel that stays on the GPU and computes the forward passes of a chain of layers for one
-// batch after another, as the host announces them in a ring in pinned memory. A launch is only needed
-// again after the kernel has ended. The results have the same bits as those of [Forward].
+// batch after another, as the host announces them in a ring in pinned memory. It only has to be launched
+// again after it has ended. Its results and the results of [Forward] have the same bits.
 //
 // The host writes x of batch k to X and then the batch's [Word] to Entries, at k modulo Depth. Once Done
 // there is 2(k + 1), Y and, if requested, Figures are set. If it is 2(k + 1) + 1, Counts are set as well.
@@ -52,7 +52,7 @@ const (
 	MaxStreamLayers = 16
 	// streamBlocks is the number of blocks that fit a multiprocessor, according to the launch bounds.
 	streamBlocks = 2
-	// streamSpare is the number of blocks for which a stream leaves room on the GPU.
+	// streamSpare is the number of blocks that still fit the GPU while a stream runs.
 	streamSpare = 4
 )
 
@@ -115,7 +115,7 @@ func streamShape(l Layer) string {
 }
 
 // divide divides a stream, given how many blocks of an ordinary launch and of the stream's kernel run at
-// once. Blocks of a team correspond to those of an ordinary launch with telemetry.
+// once. The blocks of a team correspond to the blocks of an ordinary launch with telemetry.
 func (s Stream) divide(d gpu.DeviceInfo, ordinary, resident int) (g streamGrid) {
 	l := s.Layers[0]
 	g.grid = newGrid(d, l, true, usage{telemetry: true}).divideRows(l, min(ordinary, maxBlocks*d.SMs))
