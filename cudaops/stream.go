@@ -235,6 +235,9 @@ func (s *Stream) Submit(ctx context.Context, x []float32) (batch uint64, err err
 func (s *Stream) submit(ctx context.Context, p *streamPlace, x []float32) (fallback, err error) {
 	ahead := int(s.submitted - s.recorded)
 	for _, pass := range p.passes {
+		if pass.Current() {
+			continue
+		}
 		pass.BeginAhead(ahead)
 		if err := pass.Attached(); err != nil {
 			return nil, err

@@ -165,67 +165,72 @@ func onStreams(t *testing.T, test func(t *testing.T, device *Device, mode Stream
 // that are in flight together.
 func TestStream(t *testing.T) {
 	onStreams(t, func(t *testing.T, device *Device, mode StreamMode) {
-		seed := randomSeed(t)
-		a, b := newStreamNet(t, seed, []int{12, 12, 12}), newStreamNet(t, seed, []int{12, 12, 12})
-		s, err := NewStream(device, a.y, StreamOptions{Depth: 4, Mode: mode})
-		require.NoError(t, err)
-		defer func() { require.NoError(t, s.Close()) }()
-		ctx := context.Background()
-
-		changes := []func(n *streamNet){
-			func(n *streamNet) { require.NoError(t, n.lattices[0].SetAlpha(2, 0.9)) },
-			func(n *streamNet) { require.NoError(t, n.lattices[1].Transition(3, state.RolledBack)) },
-			func(n *streamNet) { n.graft(t, n.lattices[2], 8, 12, blueprints.MLPExpansion) }, // unwritten
-			func(n *streamNet) {
-				require.NoError(t, n.lattices[1].SetTelemetry(state.Telemetry{Mode: state.Sampling,
-					Every: 3, Share: 0.5}))
-			},
-			func(n *streamNet) {
-				require.NoError(t, n.lattices[0].SetTelemetry(state.Telemetry{Mode: state.Off}))
-			},
-		}
-		for round := range 10 {
-			type flight struct {
-				batch uint64
-				want  []float32
-			}
-			var flights []flight
-			for i := range 1 + round%4 {
-				if at := 4*round + i; at%7 == 6 && at/7 < len(changes) {
-					changes[at/7](a)
-					changes[at/7](b)
-				}
-				x := a.batch()
-				batch, err := s.Submit(ctx, x)
-				require.NoError(t, err)
-				want, err := b.reference(t, x)
-				require.NoError(t, err)
-				flights = append(flights, flight{batch, want})
-			}
-			for _, f := range flights {
-				y := make([]float32, len(f.want))
-				require.NoError(t, s.Wait(ctx, f.batch, y))
-				requireNear(t, y, f.want, "batch %d", f.batch)
-			}
-			for i := range a.lattices {
-				sameReports(t, fmt.Sprintf("round %d, layer %d", round, i), a.lattices[i].Report(),
-					b.lattices[i].Report())
-			}
-			if persistent := mode != StreamLaunches && device != nil; persistent {
-				require.NoError(t, s.Fallback())
-			} else {
-				require.Error(t, s.Fallback())
-			}
-
-			for _, n := range []*streamNet{a, b} {
-				w := n.params[2*(round%3)].Value().Data().([]float32)
-				for i := range w[4 : len(w)-4] { // the last slot may have been started in one of the graphs
-					w[i] *= 0.9
-				}
-			}
-			require.NoError(t, s.Refresh(ctx))
-		}
+		t.Run("telemetry", func(t *testing.T) { testStream(t, device, mode) })
+		t.Run("none", func(t *testing.T) { testStream(t, device, mode, op.WithoutTelemetry()) })
 	})
+}
+
+func testStream(t *testing.T, device *Device, mode StreamMode, opts ...op.KasminaOption) {
+	seed := randomSeed(t)
+	a, b := newStreamNet(t, seed, []int{12, 12, 12}, opts...), newStreamNet(t, seed, []int{12, 12, 12}, opts...)
+	s, err := NewStream(device, a.y, StreamOptions{Depth: 4, Mode: mode})
+	require.NoError(t, err)
+	defer func() { require.NoError(t, s.Close()) }()
+	ctx := context.Background()
+
+	changes := []func(n *streamNet){
+		func(n *streamNet) { require.NoError(t, n.lattices[0].SetAlpha(2, 0.9)) },
+		func(n *streamNet) { require.NoError(t, n.lattices[1].Transition(3, state.RolledBack)) },
+		func(n *streamNet) { n.graft(t, n.lattices[2], 8, 12, blueprints.MLPExpansion) }, // unwritten
+		func(n *streamNet) {
+			require.NoError(t, n.lattices[1].SetTelemetry(state.Telemetry{Mode: state.Sampling,
+				Every: 3, Share: 0.5}))
+		},
+		func(n *streamNet) {
+			require.NoError(t, n.lattices[0].SetTelemetry(state.Telemetry{Mode: state.Off}))
+		},
+	}
+	for round := range 10 {
+		type flight struct {
+			batch uint64
+			want  []float32
+		}
+		var flights []flight
+		for i := range 1 + round%4 {
+			if at := 4*round + i; at%7 == 6 && at/7 < len(changes) {
+				changes[at/7](a)
+				changes[at/7](b)
+			}
+			x := a.batch()
+			batch, err := s.Submit(ctx, x)
+			require.NoError(t, err)
+			want, err := b.reference(t, x)
+			require.NoError(t, err)
+			flights = append(flights, flight{batch, want})
+		}
+		for _, f := range flights {
+			y := make([]float32, len(f.want))
+			require.NoError(t, s.Wait(ctx, f.batch, y))
+			requireNear(t, y, f.want, "batch %d", f.batch)
+		}
+		for i := range a.lattices {
+			sameReports(t, fmt.Sprintf("round %d, layer %d", round, i), a.lattices[i].Report(),
+				b.lattices[i].Report())
+		}
+		if persistent := mode != StreamLaunches && device != nil; persistent {
+			require.NoError(t, s.Fallback())
+		} else {
+			require.Error(t, s.Fallback())
+		}
+
+		for _, n := range []*streamNet{a, b} {
+			w := n.params[2*(round%3)].Value().Data().([]float32)
+			for i := range w[4 : len(w)-4] { // the last slot may have been started in one of the graphs
+				w[i] *= 0.9
+			}
+		}
+		require.NoError(t, s.Refresh(ctx))
+	}
 }
 
 // TestStreamSameBits compares the persistent kernel with launches: outputs and reports must be identical.

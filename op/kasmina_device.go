@@ -17,6 +17,9 @@ type KasminaPass struct {
 	op     *KasminaOp
 	origin *kasminaRun // the run of the op itself
 	limits []float64
+
+	begun    bool
+	revision uint64 // revision of the lattice when the pass began
 }
 
 // NewPass returns a pass that has not begun and does not affect the op's own runs. For a zero
@@ -45,9 +48,21 @@ func (p *KasminaPass) BeginAhead(ahead int) {
 	if p.op == nil {
 		return
 	}
+	// If the lattice changes in between, the snapshot is newer than the revision, which is harmless.
+	p.begun, p.revision = true, p.op.Lattice.Revision()
 	p.op.Lattice.BeginAhead(&p.op.run.pass, !p.op.Config.NoTelemetry, ahead)
 	p.limits = gradLimits(p.op, p.limits)
 }
+
+// Current reports whether Begin would take the snapshot that the pass already has, because the layer
+// records no telemetry and its lattice has not changed.
+func (p *KasminaPass) Current() bool {
+	return p.begun && p.op.Config.NoTelemetry && !p.NeedsLast() &&
+		p.revision == p.op.Lattice.Revision()
+}
+
+// Revision returns the revision of the lattice when the pass began.
+func (p *KasminaPass) Revision() uint64 { return p.revision }
 
 // Attached returns an error if a seed's kind is a graph that the surrounding graph does not compute.
 func (p *KasminaPass) Attached() error {
@@ -85,6 +100,7 @@ func (p *KasminaPass) Resume() error {
 	}
 
 	copyPass(&p.op.run.pass, &p.origin.pass)
+	p.begun = false
 	p.limits = gradLimits(p.op, p.limits)
 	return nil
 }

@@ -50,7 +50,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"sync"
 	"sync/atomic"
 
 	"github.com/kasmina-go/kasmina/blueprints"
@@ -76,7 +75,7 @@ var (
 // Lattice is the state of all seeds of one Kasmina layer. Create one with [NewLattice] or load one
 // with UnmarshalBinary. The zero value has no seeds.
 type Lattice struct {
-	mu        sync.RWMutex
+	mu        changeLock
 	id        uint64
 	n, hidden int
 	config    config

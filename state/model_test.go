@@ -171,7 +171,9 @@ func testRandomCommands(t *testing.T, r *rand.Rand, l *state.Lattice, free bool,
 		m.seeds[i].ramp = graft.FixedRamp{Epochs: 50, Target: 1}
 	}
 
+	var seen revisions
 	for k := range commands {
+		seen.check(t, l)
 		if r.IntN(8) == 0 {
 			if _, err := l.StepEpoch(state.Metrics{}); err != nil {
 				t.Fatal(err)
@@ -187,6 +189,63 @@ func testRandomCommands(t *testing.T, r *rand.Rand, l *state.Lattice, free bool,
 		}
 		if k%64 == 0 || k == commands-1 {
 			compareWithModel(t, l, m)
+		}
+	}
+}
+
+// revisions checks that the revision of a lattice changes with its seeds.
+type revisions struct {
+	snapshot state.Pass
+	revision uint64
+}
+
+func (r *revisions) check(t *testing.T, l *state.Lattice) {
+	t.Helper()
+	var now state.Pass
+	revision := l.Revision()
+	l.Begin(&now, false)
+	same := slices.Equal(now.Stage, r.snapshot.Stage) && slices.Equal(now.Slot, r.snapshot.Slot) &&
+		slices.Equal(now.Kind, r.snapshot.Kind) && slices.Equal(now.Alpha, r.snapshot.Alpha)
+	if !same && r.snapshot.Stage != nil && revision == r.revision {
+		t.Fatalf("the seeds have changed, but the revision is still %d", revision)
+	}
+	r.snapshot, r.revision = now, revision
+}
+
+// TestRevision checks which calls change the revision of a lattice.
+func TestRevision(t *testing.T) {
+	l := lattice(t, 2, 4, state.WithoutGates())
+	last := l.Revision()
+	changed := func() bool {
+		defer func() { last = l.Revision() }()
+		return l.Revision() != last
+	}
+
+	var p state.Pass
+	l.Begin(&p, true)
+	if err := l.RecordHealth(&p, func(int) state.HealthSample { return state.HealthSample{} }); err != nil ||
+		changed() {
+		t.Errorf("recording a pass changes the revision, or fails: %v", err)
+	}
+
+	for name, change := range map[string]func() error{
+		"telemetry": func() error { return l.SetTelemetry(state.Telemetry{Mode: state.Off}) },
+		"muted":     func() error { return l.Mute(1, true) },
+		"unmuted":   func() error { return l.Mute(1, false) },
+		"loaded": func() error {
+			data, err := l.MarshalBinary()
+			if err != nil {
+				return err
+			}
+			return l.UnmarshalBinary(data)
+		},
+		"repaired": func() error {
+			l.Quarantine()
+			return nil
+		},
+	} {
+		if err := change(); err != nil || !changed() {
+			t.Errorf("%s: the revision has not changed, or an error: %v", name, err)
 		}
 	}
 }

@@ -347,7 +347,7 @@ type timing struct {
 
 // RecordTiming adds the timing of one run of the layer.
 func (l *Lattice) RecordTiming(t Timing) {
-	l.mu.Lock()
+	l.mu.lockToRecord()
 	defer l.mu.Unlock()
 
 	sum := &l.timing.total

@@ -175,7 +175,7 @@ func (l *Lattice) Draw(p *Pass) {
 // several goroutines concurrently. Non-finite elements are always counted; everything else is
 // recorded only if p.Record is set.
 func (l *Lattice) RecordHealth(p *Pass, sample func(seed int) HealthSample) error {
-	l.mu.Lock()
+	l.mu.lockToRecord()
 	defer l.mu.Unlock()
 
 	if err := l.checkPass("RecordHealth", p, sample != nil); err != nil {
@@ -271,7 +271,7 @@ func (s *seedState) takeHealth(i int, h *HealthSample, watched bool) {
 // RecordGradient records the measurements of the backward pass of p, as [Lattice.RecordHealth]
 // does.
 func (l *Lattice) RecordGradient(p *Pass, sample func(seed int) GradientSample) error {
-	l.mu.Lock()
+	l.mu.lockToRecord()
 	defer l.mu.Unlock()
 
 	if err := l.checkPass("RecordGradient", p, sample != nil); err != nil {

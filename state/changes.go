@@ -1,0 +1,28 @@
+package state
+
+import (
+	"sync"
+	"sync/atomic"
+)
+
+// changeLock is the lock of a lattice. It counts how often it was locked for a change, so that every
+// method that may change what forward passes compute is counted without further ado. Methods that only
+// record measurements use lockToRecord instead.
+type changeLock struct {
+	sync.RWMutex
+	changes atomic.Uint64
+}
+
+// Lock locks for a change.
+func (l *changeLock) Lock() {
+	l.RWMutex.Lock()
+	l.changes.Add(1)
+}
+
+// lockToRecord locks for recording measurements.
+func (l *changeLock) lockToRecord() { l.RWMutex.Lock() }
+
+// Revision returns a number that grows with every change of a stage, an α, a slot or a setting. Passes
+// that begin at the same revision therefore see the same seeds, apart from α noise ([WithAlphaNoise]).
+// Recording measurements does not change the revision.
+func (l *Lattice) Revision() uint64 { return l.mu.changes.Load() }
