@@ -65,6 +65,9 @@ type step struct {
 	variant  string // the chosen variant, if there are several
 	variants []string
 	fused    bool // computes LinearAdd
+
+	// Later products of the same x with compact weights, which this step computes too.
+	also []product
 }
 
 // auxRoom is memory that an op keeps for its gradient.
@@ -135,6 +138,7 @@ func compile(g *gorgonia.ExprGraph, config config) (*program, error) {
 	}
 
 	c.fuse()
+	c.together()
 	c.plan()
 	return c.program, nil
 }
@@ -264,13 +268,19 @@ func (c *compiler) plan() {
 	}
 
 	var rooms []*plan.Interval
-	for _, s := range c.steps {
-		if s.out == nil || s.out.room == nil {
-			continue
+	place := func(v *value) {
+		if v == nil || v.room == nil {
+			return
 		}
-		s.out.room.Last = max(s.out.room.Last, s.out.room.First)
-		rooms = append(rooms, s.out.room)
-		c.owners = append(c.owners, s.out)
+		v.room.Last = max(v.room.Last, v.room.First)
+		rooms = append(rooms, v.room)
+		c.owners = append(c.owners, v)
+	}
+	for _, s := range c.steps {
+		place(s.out)
+		for _, p := range s.also {
+			place(p.out)
+		}
 	}
 
 	c.bytes = plan.Pack(rooms, alignment)

@@ -201,6 +201,9 @@ func (s *step) flops() float64 {
 
 	switch o := s.node.Op().(type) {
 	case *op.LinearOp, *op.LinearCrossEntropyOp:
+		for _, p := range s.also {
+			one += 2 * float64(m) * float64(p.w.Out) * float64(k)
+		}
 		return one
 	case *op.LinearGradOp:
 		return 2 * one

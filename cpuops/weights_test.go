@@ -35,6 +35,10 @@ func weighed(t *testing.T, bound bool, values map[string]*tensor.Dense) (g *gorg
 	y := must(gorgonia.Add(x, must(op.Linear(x, w("square"))))) // one step
 	z := must(op.SiLUMLP(y, w("gate"), w("up"), w("down")))
 	z = must(op.GELUMLP(z, w("gate2"), w("up2"), w("down2")))
+	// Four products of the same x, the third of which is multiplied by the second and then read no more.
+	q, k, v, o := must(op.Linear(y, w("q"))), must(op.Linear(y, w("k"))), must(op.Linear(y, w("v"))),
+		must(op.Linear(y, w("o")))
+	z = must(gorgonia.Add(z, must(gorgonia.Add(must(gorgonia.HadamardProd(k, v)), must(gorgonia.Sub(q, o))))))
 	norms := must(op.RowNorms(w("adapted"), w("a"), w("b"), 0.5))
 	return g, gorgonia.Nodes{x, y, z, must(op.LinearCrossEntropy(z, table, ids)), norms}
 }
@@ -43,8 +47,8 @@ func weighedValues(t *testing.T) map[string]*tensor.Dense {
 	const v, d, f, r = 40, 36, 70, 3
 	values := map[string]*tensor.Dense{}
 	random := random(t)
-	shapes := map[string][]int{"table": {v, d}, "square": {d, d}, "gate": {f, d}, "up": {f, d}, "down": {d, f},
-		"gate2": {f, d}, "up2": {f, d}, "down2": {d, f}, "adapted": {f, d}, "a": {r, d}, "b": {f, r}}
+	shapes := map[string][]int{"table": {v, d}, "square": {d, d}, "gate": {f, d}, "up": {f, d}, "down": {d, f}, "q": {d, d},
+		"k": {d, d}, "v": {d, d}, "o": {d, d}, "gate2": {f, d}, "up2": {f, d}, "down2": {d, f}, "adapted": {f, d}, "a": {r, d}, "b": {f, r}}
 	for _, name := range slices.Sorted(maps.Keys(shapes)) {
 		shape := shapes[name]
 		values[name] = normal(random, tensor.Float32, shape...)
@@ -112,7 +116,7 @@ func TestWeights(t *testing.T) {
 				named++
 			}
 		}
-		require.Equal(t, 5, named, "%v", m.Choices()) // and the fused one
+		require.Equal(t, 6, named, "%v", m.Choices()) // and the fused one
 		require.NoError(t, m.Close())
 	}
 }
