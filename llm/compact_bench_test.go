@@ -11,15 +11,11 @@ import (
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
-// BenchmarkDecode reports how fast a model of 124 million parameters continues a short text by 128 tokens,
-// as it is and with compact weights.
-func BenchmarkDecode(b *testing.B) {
+// eachGenerator runs f with generators of a model of 124 million parameters, as it is and with compact
+// weights.
+func eachGenerator(b *testing.B, f func(b *testing.B, g *Generator)) {
 	c := Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, FF: 2048, Seq: 1024}.Default()
 	m, err := NewModel(c, tensor.Float32, 1)
-	if err != nil {
-		b.Fatal(err)
-	}
-	greedy, err := sampler.New(sampler.Config{Vocab: c.Vocab})
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -39,23 +35,52 @@ func BenchmarkDecode(b *testing.B) {
 				g = compact.Generator()
 			}
 			defer g.Close()
-
-			best := time.Duration(math.MaxInt64)
-			for b.Loop() {
-				const warm, n = 8, 128
-				var from time.Time
-				i := 0
-				for _, err := range g.Generate(b.Context(), []int{1, 2, 3}, warm+n, greedy) {
-					if err != nil {
-						b.Fatal(err)
-					}
-					if i++; i == warm {
-						from = time.Now()
-					}
-				}
-				best = min(best, time.Since(from)/n)
-			}
-			b.ReportMetric(1/best.Seconds(), "tok/s")
+			f(b, g)
 		})
 	}
+}
+
+// generate continues a prompt of the given length by n tokens, and returns the time that those after the
+// first ones took.
+func generate(b *testing.B, g *Generator, prompt, first, n int) time.Duration {
+	b.Helper()
+	greedy, err := sampler.New(sampler.Config{Vocab: g.config.Vocab})
+	if err != nil {
+		b.Fatal(err)
+	}
+
+	from, i := time.Now(), 0
+	for _, err := range g.Generate(b.Context(), make([]int, prompt), first+n, greedy) {
+		if err != nil {
+			b.Fatal(err)
+		}
+		if i++; i == first {
+			from = time.Now()
+		}
+	}
+	return time.Since(from)
+}
+
+// BenchmarkDecode reports how fast a short text is continued by 128 tokens.
+func BenchmarkDecode(b *testing.B) {
+	eachGenerator(b, func(b *testing.B, g *Generator) {
+		const n = 128
+		best := time.Duration(math.MaxInt64)
+		for b.Loop() {
+			best = min(best, generate(b, g, 3, 8, n))
+		}
+		b.ReportMetric(n/best.Seconds(), "tok/s")
+	})
+}
+
+// BenchmarkPrefill reports how fast a prompt of 512 tokens is read.
+func BenchmarkPrefill(b *testing.B) {
+	eachGenerator(b, func(b *testing.B, g *Generator) {
+		const n = 512
+		best := time.Duration(math.MaxInt64)
+		for b.Loop() {
+			best = min(best, generate(b, g, n, 0, 1))
+		}
+		b.ReportMetric(n/best.Seconds(), "tok/s")
+	})
 }
