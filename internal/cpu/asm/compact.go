@@ -98,10 +98,39 @@ func (c *compactKernel) begin() {
 	}
 }
 
+// halves returns the number of parts into which the columns of a panel are divided.
+func (c *compactKernel) halves() int { return compactLanes * 4 / c.bytes / c.nv }
+
+// prefetch fetches weights while the given number of bytes of B is processed. A kernel that processes each
+// half of the columns by itself fetches the bytes that follow its B, half of them during each half, since it
+// finds its own B in the cache the second time.
 func (c *compactKernel) prefetch(bytes int) {
-	for at := 0; at < bytes; at += compactPrefetchedBytes {
-		PREFETCHT0(Mem{Base: RSI, Disp: compactAhead + at})
+	if c.halves() == 1 {
+		for at := 0; at < bytes; at += compactPrefetchedBytes {
+			PREFETCHT0(Mem{Base: RSI, Disp: compactAhead + at})
+		}
+		return
 	}
+
+	for at := 0; at < bytes/2; at += compactPrefetchedBytes {
+		PREFETCHT1(Mem{Base: R15, Disp: at})
+	}
+	ADDQ(Imm(uint64(bytes/2)), R15)
+}
+
+// end sets a register to the end of B, which has RAX elements along k.
+func (c *compactKernel) end(to GPPhysical) {
+	MOVQ(RAX, to)
+	switch c.name {
+	case "F32":
+		SHLQ(U8(7), to)
+	case "BF16":
+		SHLQ(U8(6), to)
+	default:
+		SHLQ(U8(5), to) // 34 bytes per element
+		LEAQ(Mem{Base: to, Index: RAX, Scale: 2}, to)
+	}
+	ADDQ(RSI, to)
 }
 
 // compact generates the kernel for one type of weights: a block of code for each number of rows.
@@ -118,9 +147,12 @@ func compact(v isa, name string, body func(*compactKernel)) {
 		if v.bytes == 32 && m > compactWidestRowsAVX2 {
 			c.nv = 2
 		}
-		for c.half = range compactLanes * 4 / v.bytes / c.nv {
+		for c.half = range c.halves() {
 			Label(c.label("rows"))
 			c.begin()
+			if c.halves() > 1 && c.half == 0 {
+				c.end(R15)
+			}
 			body(c)
 		}
 		VZEROUPPER()
@@ -132,9 +164,7 @@ func compact(v isa, name string, body func(*compactKernel)) {
 func compactF32(c *compactKernel) {
 	c.eachOfC(func(i, j int, m Mem) { VMOVUPS(m, c.acc(i, j)) })
 	Label(c.label("k"))
-	if c.half == 0 {
-		c.prefetch(compactRowBytes)
-	}
+	c.prefetch(compactRowBytes)
 
 	x, w := c.free(0), c.free(1)
 	b := func(j int) Mem { return Mem{Base: RSI, Disp: (c.half*c.nv + j) * c.bytes} }
@@ -184,9 +214,7 @@ func compactBF16(c *compactKernel) {
 	mask := c.regs[len(c.regs)-1]
 	VMOVUPS(constant("highHalf", 0xffff0000), mask)
 	Label(c.label("k"))
-	if c.half == 0 {
-		c.prefetch(compactRowBytes)
-	}
+	c.prefetch(compactRowBytes)
 
 	if c.nv == 4 {
 		// Few rows: the elements of X stay in registers while vectors of B pass.
@@ -251,9 +279,7 @@ func compactQ8(c *compactKernel) {
 	ADDQ(Imm(compactScaleBytes), RSI)
 	MOVL(U32(compactBlock/compactStepsPerPass), R14L)
 	Label(c.label("k"))
-	if c.half == 0 {
-		c.prefetch(compactStepsPerPass * compactLanes)
-	}
+	c.prefetch(compactStepsPerPass * compactLanes)
 
 	for k := range compactStepsPerPass {
 		b := func(j int) Mem {
