@@ -154,7 +154,7 @@ func (p *programs) checkCommand(words []string) error {
 		return p.checkGo(args[0], args[1:])
 	case name == "kasmina" && len(args) > 0:
 		return p.checkKasmina(args)
-	case name == "python3" && len(args) > 0:
+	case (name == "python3" || name == "node") && len(args) > 0:
 		return checkScript(args[0], args[1:])
 	case strings.HasPrefix(name, ".ci/"):
 		info, err := os.Stat(filepath.Join(root, name))
@@ -342,7 +342,7 @@ func checkPackage(pattern string) error {
 	return nil
 }
 
-// checkScript checks that a Python file exists and mentions the given options.
+// checkScript checks that a Python or JavaScript file exists and mentions the given options.
 func checkScript(file string, args []string) error {
 	text, err := os.ReadFile(filepath.Join(root, file))
 	if err != nil {
