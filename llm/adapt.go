@@ -7,7 +7,6 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
-	"strings"
 
 	"gorgonia.org/tensor"
 
@@ -65,6 +64,12 @@ func (a *Adapter) Param(name string) *tensor.Dense {
 		}
 	}
 	return nil
+}
+
+// ChangesOuterLayers reports whether the adapter changes the embedding or the output layer. A [Batcher] cannot
+// choose such an adapter for each text.
+func (a *Adapter) ChangesOuterLayers() bool {
+	return slices.Contains(a.LoRA.Targets, EmbeddingLayer) || slices.Contains(a.LoRA.Targets, OutputLayer)
 }
 
 // Attach returns a model with an adapter. It shares the memory of m's parameters and of the adapter.
@@ -142,7 +147,7 @@ func (m *Model) adapted(a LoRA, start func(ParamSpec) func() float64) (next *Mod
 		v := m.Param(p.Name)
 		switch {
 		case v != nil:
-		case strings.HasSuffix(p.Name, block.EndingA):
+		case p.Deviation > 0:
 			v = newParamValue(m.Dtype(), p.Shape, start(p))
 		default:
 			v = newParamValue(m.Dtype(), p.Shape, nil)
@@ -167,7 +172,7 @@ func (m *Model) adapted(a LoRA, start func(ParamSpec) func() float64) (next *Mod
 
 // rowNorms writes ‖w + s·b·a‖ of each row of a target to norms.
 func (m *Model) rowNorms(target string, norms *tensor.Dense) {
-	writeRowNorms(norms, m.Param(target+".weight"), m.Param(target+block.EndingA), m.Param(target+block.EndingB),
+	writeRowNorms(norms, m.Param(m.Config.layerParam(target)), m.Param(target+block.EndingA), m.Param(target+block.EndingB),
 		m.Config.Adapter.ScaleOf(target))
 }
 
@@ -196,15 +201,22 @@ func rowNorms[T float32 | float64](norms, w, a, b []T, scale float64) {
 func (m *Model) merged() (*Model, error) {
 	c := m.Config
 	c.Adapter = LoRA{}
+
+	// An adapter of the embedding or of the output layer leaves the other one as it is.
+	c.Untied = c.Untied || m.Config.adapts(EmbeddingLayer) || m.Config.adapts(OutputLayer)
 	next := &Model{Config: c, byName: map[string]int{}}
 	for p := range c.Specs() {
+		v := m.Param(p.Name)
+		if v == nil { // the output layer of a model whose layers were tied
+			v = m.Param(m.Config.headParam())
+		}
 		next.byName[p.Name] = len(next.Params)
-		next.Params = append(next.Params, Param{p.Name, m.Param(p.Name)})
+		next.Params = append(next.Params, Param{p.Name, v})
 	}
 
 	targets := m.Config.Adapter.Targets
 	parallel.Each(len(targets), func(i int) {
-		p := &next.Params[next.byName[targets[i]+".weight"]]
+		p := &next.Params[next.byName[c.layerParam(targets[i])]]
 		p.Value = m.mergedWeight(targets[i])
 	})
 
@@ -215,7 +227,19 @@ func (m *Model) merged() (*Model, error) {
 
 // mergedWeight returns w + s·b·a, or with magnitudes m/‖w + s·b·a‖ ⊙ (w + s·b·a) for each row.
 func (m *Model) mergedWeight(target string) *tensor.Dense {
-	sum := cloneTensor(m.Param(target + ".weight"))
+	sum := cloneTensor(m.Param(m.Config.layerParam(target)))
+	if target == EmbeddingLayer { // w + s·a·bᵀ
+		a, b := m.Param(target+block.EndingEmbeddingA), m.Param(target+block.EndingEmbeddingB)
+		scale, r, in := m.Config.Adapter.ScaleOf(target), a.Shape()[1], sum.Shape()[1]
+		switch w := sum.Data().(type) {
+		case []float32:
+			gemm.Mul(false, true, len(w)/in, in, r, float32(scale), a.Float32s(), r, b.Float32s(), r, 1, w, in)
+		case []float64:
+			gemm.Mul(false, true, len(w)/in, in, r, scale, a.Float64s(), r, b.Float64s(), r, 1, w, in)
+		}
+		return sum
+	}
+
 	a, b := m.Param(target+block.EndingA), m.Param(target+block.EndingB)
 	scale := m.Config.Adapter.ScaleOf(target)
 	magnitude := m.Param(target + block.EndingMagnitude)

@@ -39,8 +39,12 @@ type LoRA struct {
 	// Dropout is the probability with which an element of x is dropped in x·aᵀ, during training only.
 	Dropout float64 `json:"dropout,omitempty"`
 
-	// Targets names the linear layers to adapt, such as "model.layers.0.self_attn.q_proj", in the
-	// order of [Config.LinearLayers]. [Config.MatchLayers] resolves patterns.
+	// Targets names the layers to adapt, such as "model.layers.0.self_attn.q_proj", in the order of
+	// [Config.LinearLayers], with [EmbeddingLayer] before and [OutputLayer] after them.
+	// [Config.MatchLayers] resolves patterns.
+	//
+	// An adapter of the embedding adds s·b·a[id] to the vector of a token, without Magnitude and Dropout.
+	// The output layer is adapted on its own, even if its weight is that of the embedding.
 	Targets []string `json:"targets"`
 
 	// Ranks and Alphas override Rank and Alpha for individual targets.
@@ -89,17 +93,42 @@ func (c Config) LinearLayers() (names []string) {
 	return names
 }
 
-// MatchLayers returns the linear layers that at least one pattern matches. A pattern is [AllLinear],
-// a layer's name, or the part of a name after a dot, such as "q_proj" or "self_attn.q_proj". It may
+// The layers outside the blocks that can have adapters.
+const (
+	EmbeddingLayer = "model.embed_tokens"
+	OutputLayer    = "lm_head"
+)
+
+// adaptable returns the names of all layers that can have adapters.
+func (c Config) adaptable() []string {
+	return append(append([]string{EmbeddingLayer}, c.LinearLayers()...), OutputLayer)
+}
+
+// adapts reports whether a layer has an adapter.
+func (c Config) adapts(layer string) bool { return slices.Contains(c.Adapter.Targets, layer) }
+
+// layerParam returns the weight of a layer that can have an adapter.
+func (c Config) layerParam(layer string) string {
+	if layer == OutputLayer {
+		return c.headParam()
+	}
+	return layer + ".weight"
+}
+
+// MatchLayers returns the linear layers, and the embedding and the output layer, that at least one pattern
+// matches. A pattern is [AllLinear], which leaves out the latter two, a layer's name, or the part of a name after a dot, such as "q_proj" or "self_attn.q_proj". It may
 // contain the wildcards of [path.Match], as in "layers.[0-3].*.q_proj". It is an error if a pattern
 // matches nothing.
 func (c Config) MatchLayers(patterns ...string) ([]string, error) {
-	all := c.LinearLayers()
+	all := c.adaptable()
 	used := make([]bool, len(patterns))
 	var names []string
 	for _, name := range all {
 		found := false
 		for i, pattern := range patterns {
+			if pattern == AllLinear && (name == EmbeddingLayer || name == OutputLayer) {
+				continue
+			}
 			ok, err := matchesLayer(pattern, name)
 			if err != nil {
 				return nil, fmt.Errorf("llm: the pattern %.100q of linear layers: %w", pattern, err)
@@ -112,8 +141,8 @@ func (c Config) MatchLayers(patterns ...string) ([]string, error) {
 	}
 
 	if i := slices.Index(used, false); i >= 0 {
-		return nil, fmt.Errorf("llm: no linear layer of the model matches %.100q: the layers of a block are %s",
-			patterns[i], strings.Join(c.layersOfBlock(), ", "))
+		return nil, fmt.Errorf("llm: no linear layer of the model matches %.100q: the layers of a block are %s, and the "+
+			"others are embed_tokens and lm_head", patterns[i], strings.Join(c.layersOfBlock(), ", "))
 	}
 
 	return names, nil
@@ -162,7 +191,8 @@ func (c Config) LastBlocks(n int) (tuned []string, err error) {
 // IsAdapterParam reports whether a parameter belongs to a low-rank adapter.
 func IsAdapterParam(name string) bool {
 	return strings.HasSuffix(name, block.EndingA) || strings.HasSuffix(name, block.EndingB) ||
-		strings.HasSuffix(name, block.EndingMagnitude)
+		strings.HasSuffix(name, block.EndingMagnitude) || strings.HasSuffix(name, block.EndingEmbeddingA) ||
+		strings.HasSuffix(name, block.EndingEmbeddingB)
 }
 
 // headParam returns the parameter of the output layer.
@@ -188,6 +218,11 @@ func (c Config) adapterSpecs() (all []ParamSpec) {
 		}
 
 		out, in := weight[0], weight[1]
+		if target == EmbeddingLayer { // as in PEFT, a is 0 at first
+			all = append(all, ParamSpec{Name: target + block.EndingEmbeddingA, Shape: []int{out, rank}},
+				ParamSpec{Name: target + block.EndingEmbeddingB, Shape: []int{in, rank}, Deviation: 1})
+			continue
+		}
 		all = append(all,
 			ParamSpec{Name: target + block.EndingA, Shape: []int{rank, in}, Deviation: 1 / math.Sqrt(3*float64(in))},
 			ParamSpec{Name: target + block.EndingB, Shape: []int{out, rank}})
@@ -199,9 +234,9 @@ func (c Config) adapterSpecs() (all []ParamSpec) {
 	return all
 }
 
-// layerShapes returns the shapes of the weights of the linear layers.
+// layerShapes returns the shapes of the weights of all layers that can have adapters.
 func (c Config) layerShapes() map[string][]int {
-	shapes := map[string][]int{}
+	shapes := map[string][]int{EmbeddingLayer: {c.Vocab, c.Dim}, OutputLayer: {c.Vocab, c.Dim}}
 	for i := range c.Layers {
 		for _, p := range c.BlockShape().All() {
 			if len(p.Shape) == 2 {
@@ -221,6 +256,20 @@ func (c Config) adaptersOf(i int) (all []block.Adapter) {
 		}
 	}
 	return all
+}
+
+// headAdapter returns the adapter of the output layer, without dropout unless the graph trains.
+func (c Config) headAdapter(trains bool) (a block.Adapter, ok bool) {
+	k := slices.Index(c.Adapter.Targets, OutputLayer)
+	if k < 0 {
+		return a, false
+	}
+	a = block.Adapter{Layer: OutputLayer, Scale: c.Adapter.ScaleOf(OutputLayer), Magnitude: c.Adapter.Magnitude,
+		Salt: uint64(k)}
+	if trains {
+		a.Dropout = c.Adapter.Dropout
+	}
+	return a, true
 }
 
 // checkAdapter checks the adapters.
@@ -244,7 +293,12 @@ func (c Config) checkAdapter() error {
 		return fmt.Errorf("llm: Config.Adapter.Dropout is %v, want at least 0 and less than 1", a.Dropout)
 	}
 
-	layers := c.LinearLayers()
+	if a.Magnitude && c.adapts(EmbeddingLayer) {
+		return fmt.Errorf("llm: Config.Adapter: the embedding has no adapters with magnitudes: leave out %s, or "+
+			"Magnitude", EmbeddingLayer)
+	}
+
+	layers := c.adaptable()
 	last := -1
 	for _, target := range a.Targets {
 		i := slices.Index(layers, target)

@@ -42,6 +42,12 @@ func adapters(t *testing.T, c Config) map[string]LoRA {
 
 	some, err := c.MatchLayers("self_attn.[qv]_proj", "layers.1.mlp.down_proj")
 	require.NoError(t, err)
+	outer := plain
+	outer.Targets, err = c.MatchLayers("embed_tokens", "q_proj", "lm_head")
+	require.NoError(t, err)
+	outer.Dropout = 0.1
+	all["embedding and output layer"] = outer
+
 	all["some layers"] = LoRA{Rank: 2, Alpha: 3, Targets: some, Ranks: map[string]int{some[1]: 5}}
 	return all
 }
@@ -118,7 +124,11 @@ func TestAdaptedModel(t *testing.T) {
 				fill(m)
 				merged, err := m.Plain()
 				require.NoError(t, err)
-				require.Len(t, merged.Params, len(base.Params))
+				more := 0
+				if merged.Config.Untied { // merging has separated the output layer from the embedding
+					more = 1
+				}
+				require.Len(t, merged.Params, len(base.Params)+more)
 				require.InDelta(t, lossOf(t, m), lossOf(t, merged), tolerance)
 				require.Greater(t, math.Abs(lossOf(t, merged)-plain), 1e-4)
 				require.Equal(t, plain, lossOf(t, base), "merging has changed the base model")
@@ -287,7 +297,8 @@ func TestAdapterErrors(t *testing.T) {
 		"has rank 0":           {Alpha: 1, Targets: q},
 		"a finite Alpha":       {Rank: 1, Targets: q},
 		"Dropout is 1":         {Rank: 1, Alpha: 1, Dropout: 1, Targets: q},
-		"no such linear layer": {Rank: 1, Alpha: 1, Targets: []string{"lm_head"}},
+		"no such linear layer": {Rank: 1, Alpha: 1, Targets: []string{"model.head"}},
+		"no adapters with mag": {Rank: 1, Alpha: 1, Magnitude: true, Targets: []string{EmbeddingLayer}},
 		"twice or out of":      {Rank: 1, Alpha: 1, Targets: []string{q[1], q[0]}},
 		"which is no target":   {Rank: 1, Alpha: 1, Targets: q[:1], Ranks: map[string]int{q[1]: 2}},
 	} {

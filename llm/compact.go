@@ -6,13 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"strings"
 
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/half"
-	"github.com/kasmina-go/kasmina/llm/internal/block"
 )
 
 // CompactModel is a model whose matrices are arranged for losses and generation on a CPU, in float32,
@@ -137,10 +135,7 @@ func newCompactModel(t cpuops.WeightType, c Config, read func(name string, put f
 
 // isSmall reports whether a parameter belongs to an adapter or is the table of positions. These are too small
 // to be worth rounding.
-func isSmall(param string) bool {
-	return param == PositionsName || strings.HasSuffix(param, block.EndingA) ||
-		strings.HasSuffix(param, block.EndingB)
-}
+func isSmall(param string) bool { return param == PositionsName || IsAdapterParam(param) }
 
 // widenPart converts little-endian numbers to float32 in the memory of to if it is large enough.
 func widenPart(to []float32, part []byte, dtype string) ([]float32, error) {

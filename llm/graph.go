@@ -302,7 +302,7 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 		return nil, err
 	}
 
-	x, err := op.Embedding(out.IDs, b.nodes[embedName])
+	x, err := b.embedding()
 	if err == nil && c.EmbedScale != 0 {
 		x, err = gorgonia.Mul(x, b.number(c.EmbedScale))
 	}
@@ -353,7 +353,7 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 
 	switch b.kind {
 	case ForLogits:
-		out.Logits, err = op.Linear(x, head)
+		out.Logits, err = b.logits(x, head)
 		return out, err
 	case ForTraining, ForLoss:
 		out.Targets = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),
@@ -367,9 +367,58 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 	return nil, errors.New("unknown kind of graph")
 }
 
+// embedding adds the vectors of the tokens, with the adapter of the embedding if it has one.
+func (b *graphBuilder) embedding() (*gorgonia.Node, error) {
+	x, err := op.Embedding(b.out.IDs, b.nodes[embedName])
+	if err != nil || !b.Config.adapts(EmbeddingLayer) {
+		return x, err
+	}
+
+	h, err := op.Embedding(b.out.IDs, b.nodes[EmbeddingLayer+block.EndingEmbeddingA])
+	if err != nil {
+		return nil, err
+	}
+	if h, err = gorgonia.Mul(h, b.number(b.Config.Adapter.ScaleOf(EmbeddingLayer))); err != nil {
+		return nil, err
+	}
+	if h, err = op.Linear(h, b.nodes[EmbeddingLayer+block.EndingEmbeddingB]); err != nil {
+		return nil, err
+	}
+	return gorgonia.Add(x, h)
+}
+
+// logits adds the output layer, with its adapter if it has one.
+func (b *graphBuilder) logits(x, head *gorgonia.Node) (*gorgonia.Node, error) {
+	a, ok := b.Config.headAdapter(b.kind == ForTraining)
+	if !ok {
+		return op.Linear(x, head)
+	}
+
+	params := map[string]*gorgonia.Node{}
+	for _, ending := range []string{block.EndingA, block.EndingB, block.EndingMagnitude} {
+		params[ending] = b.nodes[OutputLayer+ending]
+	}
+	var key *gorgonia.Node
+	if a.Dropout > 0 {
+		key = b.dropoutKey()
+	}
+	return b.blocks.Head(x, head, key, a, params)
+}
+
 // loss adds the loss, or the log-probabilities of the targets, from the final states x.
 func (b *graphBuilder) loss(x, head *gorgonia.Node) (err error) {
 	out, frozen := b.out, b.freezes(b.Config.headParam())
+	if b.Config.adapts(OutputLayer) {
+		if b.preference != nil || b.logProbs {
+			return errors.New("preference pairs need an output layer without an adapter: leave out the target " +
+				OutputLayer)
+		}
+		logits, err := b.logits(x, head)
+		if err == nil {
+			out.Loss, err = op.CrossEntropy(logits, out.Targets)
+		}
+		return err
+	}
 	if b.preference == nil && !b.logProbs {
 		loss := op.LinearCrossEntropy
 		if frozen {

@@ -5,6 +5,7 @@ import (
 	"iter"
 	"math"
 	"math/rand/v2"
+	"strings"
 
 	"github.com/kasmina-go/kasmina/llm/internal/block"
 )
@@ -165,7 +166,8 @@ func (c Config) tuningFLOPs(l learning) float64 {
 
 	flops := 0.0
 	for p := range c.Specs() {
-		if len(p.Shape) != 2 || p.Name == PositionsName || p.Name == embedName && c.Untied {
+		if len(p.Shape) != 2 || p.Name == PositionsName || p.Name == embedName && c.Untied ||
+			p.Name == EmbeddingLayer+block.EndingEmbeddingA {
 			continue
 		}
 		each := 2 + backward(c.blockOf(p.Name))
@@ -198,7 +200,7 @@ func (c Config) firstLearner(l learning) int {
 	for p := range c.Specs() {
 		switch {
 		case !l.includes(p.Name):
-		case p.Name == embedName || p.Name == PositionsName:
+		case strings.HasPrefix(p.Name, EmbeddingLayer+".") || p.Name == PositionsName:
 			return 0
 		default:
 			first = min(first, c.blockOf(p.Name))

@@ -39,6 +39,11 @@ func selectableOf(m ModelParts, adapters []*Adapter, norms func(a *Adapter, targ
 			return nil, fmt.Errorf("adapter %d: %w", i, err)
 		}
 
+		if a.ChangesOuterLayers() {
+			return nil, fmt.Errorf("adapter %d: it changes the embedding or the output layer, and texts can choose "+
+				"only adapters of layers in the blocks: use it alone, or merge it into the model", i)
+		}
+
 		for _, target := range a.LoRA.Targets {
 			one, err := a.lowRank(target, norms)
 			if err != nil {

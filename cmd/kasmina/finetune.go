@@ -117,8 +117,8 @@ peak_gib and out, and for preference pairs reward_margin and reward_accuracy.`,
 	f.IntVar(&o.rank, "rank", 16, "rank of the adapters")
 	f.Float64Var(&o.alpha, "alpha", 32, "scale of the adapters: their product counts alpha/rank times")
 	f.Float64Var(&o.dropout, "dropout", 0, "probability with which adapters leave out an input")
-	f.StringVar(&o.targets, "targets", llm.AllLinear, "linear layers with adapters, separated by commas, such "+
-		"as q_proj,v_proj or layers.[0-3].*")
+	f.StringVar(&o.targets, "targets", llm.AllLinear, "layers with adapters, separated by commas, such as "+
+		"q_proj,v_proj or layers.[0-3].*; embed_tokens and lm_head must be named")
 	f.IntVar(&o.blocks, "blocks", 0, "number of blocks that learn with --method last")
 	f.BoolVar(&o.merge, "merge", false, "merge the adapters into the model and save that")
 	f.IntVarP(&o.train.Steps, "steps", "n", 0, "number of optimizer steps (default: as many as --epochs take)")

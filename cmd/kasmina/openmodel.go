@@ -31,6 +31,12 @@ type openedModel struct {
 	dirs     []string // of the adapters
 	adapters []*llm.Adapter
 	adapted  bool // --model names adapters, and not the model
+	alone    bool // the model is used only with its adapter, if it has one
+}
+
+// merges reports whether the adapter becomes part of the model, because texts cannot choose it.
+func (m *openedModel) merges() bool {
+	return m.alone && len(m.adapters) == 1 && m.adapters[0].ChangesOuterLayers()
 }
 
 // openModel opens --model and reads the adapters. --model may also name adapters, which name their model.
@@ -42,7 +48,7 @@ func (o *common) openModel(ctx context.Context) (m *openedModel, err error) {
 			return nil, fmt.Errorf("--model: %s holds adapters: give their model, and each folder of adapters "+
 				"with --adapter", model)
 		}
-		m.dirs, m.adapted = []string{model}, true
+		m.dirs, m.adapted, m.alone = []string{model}, true, true
 		if model, err = baseOf(model); err != nil {
 			return nil, err
 		}
@@ -71,7 +77,11 @@ func (o *common) openOne(ctx context.Context) (*openedModel, error) {
 	if n := len(o.adapters); n > 1 {
 		return nil, fmt.Errorf("--adapter is given %d times, want once: kasmina serve can use several", n)
 	}
-	return o.openModel(ctx)
+	m, err := o.openModel(ctx)
+	if err == nil {
+		m.alone = true
+	}
+	return m, err
 }
 
 // baseOf returns the folder of the model to which adapters belong.

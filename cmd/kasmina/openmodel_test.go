@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -20,9 +21,13 @@ import (
 func tunedAdapters(t *testing.T) (adapters, merged []string) {
 	t.Helper()
 	dir := t.TempDir()
-	for i, method := range []string{"lora", "dora"} {
+	for i, method := range []string{"lora", "dora", "outer"} {
 		name := filepath.Join(dir, method)
-		_, err := kasmina(t, finetuneArgs(writeTuning(t, 40), name, "--method", method, "--seed", string(rune('3'+i)))...)
+		more := []string{"--method", method, "--seed", string(rune('3' + i))}
+		if method == "outer" {
+			more = []string{"--targets", "all-linear,embed_tokens,lm_head"}
+		}
+		_, err := kasmina(t, finetuneArgs(writeTuning(t, 40), name, more...)...)
 		require.NoError(t, err)
 		whole := filepath.Join(dir, "merged", method)
 		require.NoError(t, os.MkdirAll(filepath.Dir(whole), 0o777))
@@ -97,6 +102,7 @@ func TestServeAdapters(t *testing.T) {
 	}{
 		"both":    {[]string{"-m", tiny, "--adapter", adapters[0], "--adapter", adapters[1]}, []string{"tiny", "lora", "dora"}},
 		"adapter": {[]string{"-m", adapters[1]}, []string{"dora"}},
+		"outer":   {[]string{"-m", adapters[2]}, []string{"outer"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			out, in := io.Pipe()
@@ -127,7 +133,7 @@ func TestServeAdapters(t *testing.T) {
 			}
 			require.Equal(t, c.want, names)
 
-			for i, model := range []string{"lora", "dora"} {
+			for i, model := range []string{"lora", "dora", "outer"} {
 				want, err := kasmina(t, "generate", "-m", merged[i], "-p", "Permission 3 is ", "-n", "20", "-t", "0",
 					"--device", "cpu", "--precision", "f32")
 				require.NoError(t, err)
@@ -137,7 +143,7 @@ func TestServeAdapters(t *testing.T) {
 				var answer struct{ Choices []struct{ Text string } }
 				require.NoError(t, json.NewDecoder(response.Body).Decode(&answer))
 				response.Body.Close()
-				if i == 0 && name == "adapter" {
+				if !slices.Contains(names, model) {
 					require.Equal(t, http.StatusNotFound, response.StatusCode)
 					continue
 				}
@@ -162,6 +168,7 @@ func TestAdapterOptionErrors(t *testing.T) {
 		"holds adapters: give their model":            {"generate", "-m", adapters[0], "--adapter", adapters[1], "-p", "a"},
 		"has no adapter_config.json: name a folder":   {"generate", "-m", tiny, "--adapter", tiny, "-p", "a"},
 		"some/model, which is not a folder":           {"generate", "-m", lost, "-p", "a"},
+		"adapter 0: it changes the embedding or the":  {"serve", "--addr", "127.0.0.1:0", "-m", tiny, "--adapter", adapters[2]},
 		"two models have the name \"lora\"":           {"serve", "--addr", "127.0.0.1:0", "-m", tiny, "--adapter", adapters[0], "--adapter", adapters[0]},
 		"download it, or name its folder with --mode": {"convert", "-m", lost, "-o", filepath.Join(t.TempDir(), "out")},
 	} {

@@ -244,17 +244,21 @@ func (o *common) generator(c *cobra.Command, f *openedModel, seq, texts int) (ge
 		return o.generatorOnGPU(c.Context(), f, seq, device, precision, c.ErrOrStderr())
 	}
 
-	i, err := o.inference(c.Context(), f, nil, seq, nil, precision, c.ErrOrStderr())
+	own, chosen := (*llm.Adapter)(nil), f.adapters
+	if f.merges() {
+		own, chosen = f.adapter(), nil
+	}
+	i, err := o.inference(c.Context(), f, own, seq, nil, precision, c.ErrOrStderr())
 	if err != nil {
 		return generator{}, err
 	}
-	b, err := i.NewBatcher(llm.BatcherOptions{Texts: texts, Rows: max(128, texts), Adapters: f.adapters})
+	b, err := i.NewBatcher(llm.BatcherOptions{Texts: texts, Rows: max(128, texts), Adapters: chosen})
 	if err != nil {
 		return generator{}, err
 	}
 
 	g := generator{Generator: b.Generator(), close: b.Close}
-	for k := range f.adapters {
+	for k := range chosen {
 		adapted, err := b.Adapted(k)
 		if err != nil {
 			return generator{}, errors.Join(err, b.Close())

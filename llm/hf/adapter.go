@@ -59,7 +59,7 @@ var understood = []string{"base_model_name_or_path", "bias", "inference_mode",
 	"qalora_group_size", "fan_in_fan_out", "runtime_config", "eva_config", "corda_config", "loftq_config",
 	"lora_ga_config", "arrow_config"}
 
-// modules returns the names that PEFT has for the linear layers of a model, by the names here.
+// modules returns the names that PEFT has for the layers of a model, by the names here.
 func modules(c llm.Config, like *Folder) (map[string]string, error) {
 	c.Adapter = llm.LoRA{}
 	l := plainLayout
@@ -79,6 +79,11 @@ func modules(c llm.Config, like *Folder) (map[string]string, error) {
 		names[layer] = strings.TrimSuffix(p.name, ".weight")
 	}
 
+	// A tied output layer has a name in transformers, although its weight is that of the embedding.
+	if p, ok := at[embedName]; ok && p.whole() {
+		names[llm.EmbeddingLayer] = strings.TrimSuffix(p.name, ".weight")
+		names[llm.OutputLayer] = llm.OutputLayer
+	}
 	return names, nil
 }
 
@@ -255,15 +260,25 @@ func (c adapterConfig) adapterIn(f *safetensors.File, config llm.Config, like *F
 	}
 
 	tensors = map[string]string{}
-	for _, layer := range config.LinearLayers() {
+	layers := slices.Concat([]string{llm.EmbeddingLayer}, config.LinearLayers(), []string{llm.OutputLayer})
+	for _, layer := range layers {
+		if names[layer] == "" {
+			continue
+		}
 		module := peftPrefix + names[layer]
-		if !rest[module+".lora_A.weight"] {
+		endings := []string{".lora_A.weight", ".lora_B.weight"}
+		if layer == llm.EmbeddingLayer {
+			endings = []string{embeddingA, embeddingB}
+		}
+		if !rest[module+endings[0]] {
 			continue
 		}
 
+		// PEFT saves the weights of an adapted embedding and output layer too, as they are in the model.
+		delete(rest, module+".base_layer.weight")
+
 		a.Targets = append(a.Targets, layer)
-		endings := []string{".lora_A.weight", ".lora_B.weight"}
-		if c.UseDoRA {
+		if c.UseDoRA && layer != llm.EmbeddingLayer {
 			endings = append(endings, ".lora_magnitude_vector")
 		}
 		for _, ending := range endings {
@@ -274,7 +289,7 @@ func (c adapterConfig) adapterIn(f *safetensors.File, config llm.Config, like *F
 			tensors[layer+ending] = module + ending
 		}
 
-		if err := c.patterns(&a, f, layer, names[layer]); err != nil {
+		if err := c.patterns(&a, f, layer, names[layer], endings[0]); err != nil {
 			return a, nil, err
 		}
 	}
@@ -288,8 +303,8 @@ func (c adapterConfig) adapterIn(f *safetensors.File, config llm.Config, like *F
 }
 
 // patterns adds the rank and the alpha of a layer if they differ from the common ones.
-func (c adapterConfig) patterns(a *llm.LoRA, f *safetensors.File, layer, module string) error {
-	_, shape, err := f.Info(peftPrefix + module + ".lora_A.weight")
+func (c adapterConfig) patterns(a *llm.LoRA, f *safetensors.File, layer, module, ending string) error {
+	_, shape, err := f.Info(peftPrefix + module + ending)
 	if err != nil {
 		return err
 	}
@@ -321,8 +336,13 @@ func readAdapterTensor(ctx context.Context, f *safetensors.File, name string, to
 	if !readable(dtype) {
 		return fmt.Errorf("tensor %s is of type %s, want F32, F16 or BF16", name, dtype)
 	}
-	if !slices.Equal(shape, to.Shape()) {
-		return fmt.Errorf("tensor %s has shape %v, but the model implies %v", name, shape, to.Shape())
+	transposed := strings.HasSuffix(name, embeddingA)
+	want := slices.Clone(to.Shape())
+	if transposed {
+		slices.Reverse(want)
+	}
+	if !slices.Equal(shape, want) {
+		return fmt.Errorf("tensor %s has shape %v, but the model implies %v", name, shape, want)
 	}
 
 	values := make([]float32, to.Shape().TotalSize())
@@ -335,6 +355,9 @@ func readAdapterTensor(ctx context.Context, f *safetensors.File, name string, to
 		return err
 	}
 
+	if transposed {
+		values = transpose(values, shape[0], shape[1])
+	}
 	switch x := to.Data().(type) {
 	case []float32:
 		copy(x, values)
@@ -345,6 +368,23 @@ func readAdapterTensor(ctx context.Context, f *safetensors.File, name string, to
 	}
 
 	return nil
+}
+
+// PEFT's names for the matrices of an embedding's adapter. It stores the first one as [rank, vocabulary].
+const (
+	embeddingA = ".lora_embedding_A"
+	embeddingB = ".lora_embedding_B"
+)
+
+// transpose returns the transpose of a matrix.
+func transpose(x []float32, rows, columns int) []float32 {
+	y := make([]float32, len(x))
+	for i := range rows {
+		for j := range columns {
+			y[j*rows+i] = x[i*columns+j]
+		}
+	}
+	return y
 }
 
 // SaveAdapter writes the adapters of a model as a folder that PEFT loads: adapter_config.json,
@@ -488,14 +528,22 @@ func adapterSources(ctx context.Context, m *llm.Model, names map[string]string) 
 		if !ok || !llm.IsAdapterParam(p.Name) {
 			continue
 		}
+		shape := slices.Clone([]int(p.Value.Shape()))
+		transposed := ".lora_"+ending == embeddingA
+		if transposed {
+			slices.Reverse(shape)
+		}
 		all = append(all, safetensors.Source{Name: peftPrefix + names[layer] + ".lora_" + ending,
-			DType: safetensors.F32, Shape: p.Value.Shape(), Write: func(w io.Writer) error {
+			DType: safetensors.F32, Shape: shape, Write: func(w io.Writer) error {
 				if ctx.Err() != nil {
 					return context.Cause(ctx)
 				}
 				values := float32sOf(p.Value)
 				if bad := slices.IndexFunc(values, notFinite); bad >= 0 {
 					return fmt.Errorf("%w: element %d of %s is %v", llm.ErrDiverged, bad, p.Name, values[bad])
+				}
+				if transposed {
+					values = transpose(values, shape[1], shape[0])
 				}
 				_, err := w.Write(narrow(nil, values, safetensors.F32))
 				return err

@@ -43,8 +43,8 @@ func eachBlock(c llm.Config) []llm.Block {
 	return all
 }
 
-// changedConfig returns the folder's config.json, updated to the given weight type and to the current
-// number of blocks.
+// changedConfig returns the folder's config.json, updated to the given weight type, to the current number of
+// blocks, and to an output layer of its own.
 func (s *saving) changedConfig(c llm.Config, d safetensors.DType) ([]byte, error) {
 	var fields map[string]any
 	if err := json.Unmarshal(s.like.config, &fields); err != nil {
@@ -53,6 +53,9 @@ func (s *saving) changedConfig(c llm.Config, d safetensors.DType) ([]byte, error
 
 	delete(fields, "torch_dtype")
 	fields["dtype"] = dtypeNames[d]
+	if c.Untied != s.like.Config.Untied { // a merged adapter has separated the output layer from the embedding
+		fields["tie_word_embeddings"] = !c.Untied
+	}
 	if c.Layers != s.like.Config.Layers {
 		fields[families[s.like.Family].field("num_hidden_layers")] = c.Layers
 		describeLayers(fields, c)

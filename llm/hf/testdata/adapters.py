@@ -32,6 +32,10 @@ ADAPTERS = {
     "rslora": ("qwen2.5", dict(r=6, lora_alpha=5, use_rslora=True, target_modules=["q_proj", "v_proj"])),
     "dora": ("gemma3", dict(r=3, lora_alpha=6, use_dora=True, target_modules="all-linear",
                             rank_pattern={"q_proj": 5}, alpha_pattern={"layers.1.mlp.up_proj": 2})),
+    # The embedding and the output layer, which share no weight, and an embedding that the output layer shares.
+    "outer": ("llama2", dict(r=4, lora_alpha=6, target_modules=["embed_tokens", "lm_head", "q_proj"])),
+    "outer-dora": ("llama2", dict(r=4, lora_alpha=6, use_dora=True, target_modules=["lm_head", "v_proj"])),
+    "tied": ("gemma3", dict(r=3, lora_alpha=6, target_modules=["embed_tokens", "q_proj"])),
 }
 
 
@@ -44,14 +48,14 @@ def create(name, base, settings):
     torch.manual_seed(7)
     model = get_peft_model(load(base), LoraConfig(task_type="CAUSAL_LM", **settings))
     for key, p in model.named_parameters():
-        if "lora_B" in key:  # otherwise adapters change nothing at first
+        if "lora_B" in key or "lora_embedding_A" in key:  # otherwise adapters change nothing at first
             torch.nn.init.normal_(p, std=0.2)
         if "lora_magnitude" in key:
             p.data += 0.1 * torch.rand_like(p)
 
     folder = os.path.join(HERE, "adapters", name)
     shutil.rmtree(folder, ignore_errors=True)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_embedding_layers=name == "tied")
     os.remove(os.path.join(folder, "README.md"))
 
     ids = torch.randint(3, 48, (2, 12))

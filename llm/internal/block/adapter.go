@@ -37,6 +37,11 @@ const (
 	EndingA         = ".lora_A.weight"
 	EndingB         = ".lora_B.weight"
 	EndingMagnitude = ".lora_magnitude_vector"
+
+	// An adapter of the embedding has these matrices instead of a and b: [vocabulary, rank] and
+	// [features, rank].
+	EndingEmbeddingA = ".lora_embedding_A"
+	EndingEmbeddingB = ".lora_embedding_B"
 )
 
 // Params returns the names of the adapter's parameters.
@@ -121,6 +126,19 @@ func (p *parts) product(x *gorgonia.Node, layer string) *gorgonia.Node {
 	scaled := p.scaleColumns(p.add(base, z), p.magnitude(a))
 	y = p.do(func() (*gorgonia.Node, error) { return gorgonia.Sub(y, base) })
 	return p.add(y, scaled)
+}
+
+// Head adds the product of x and the frozen weight of the output layer, with an adapter whose parameters are
+// given by their names after that of the layer. The key is that of dropout.
+func (b *Builder) Head(x, weight, key *gorgonia.Node, a Adapter, params map[string]*gorgonia.Node) (*gorgonia.Node,
+	error) {
+	p := &parts{Builder: b, Tuning: Tuning{Adapters: []Adapter{a}, Frozen: map[string]bool{a.Layer + ".weight": true}},
+		key: key, params: map[string]*gorgonia.Node{a.Layer + ".weight": weight}}
+	for ending, n := range params {
+		p.params[a.Layer+ending] = n
+	}
+	y := p.product(x, a.Layer)
+	return y, p.err
 }
 
 // weigh adds x·wᵀ.
