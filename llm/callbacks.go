@@ -96,7 +96,8 @@ func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOpti
 // EndOfDocument() int like one. Ids outside the tokenizer's vocabulary are not drawn. Every sample
 // uses the same random seed.
 //
-// Invalid arguments and an unwritable path fail the run before its first step.
+// Invalid arguments and an unwritable path fail the run before its first step. If the logits of the model
+// are not finite, the run ends with ErrDiverged.
 func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sampler.Config,
 	path string, every int) Callback {
 	switch _, err := sampler.New(c); {
@@ -128,6 +129,9 @@ func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sam
 			return nil
 		}
 		text, err := drawSample(t, tok, prompt, n, c)
+		if errors.Is(err, sampler.ErrNotFinite) {
+			err = fmt.Errorf("%w: %w", ErrDiverged, err)
+		}
 		if err == nil && path != "" {
 			if err = os.MkdirAll(filepath.Dir(path), 0o777); err == nil {
 				err = os.WriteFile(path, []byte(text), 0o666)

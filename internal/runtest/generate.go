@@ -247,12 +247,11 @@ func (g *generator) growth() {
 }
 
 // wholeLives makes the run long enough for a blueprint to pass through all stages, which takes 20 epochs.
-// The trainer refuses shorter runs. A budget of FLOPs ends after fewer steps than planned if the model
-// grows.
+// The trainer refuses shorter runs, and a budget of FLOPs could end this one earlier if the model grows.
 func (g *generator) wholeLives(by *Growth) {
 	g.Train.Steps, g.Train.Epoch, by.Every = 20, 1, 1
 	if g.Train.Budget == "flops" {
-		g.Train.Steps = 40
+		g.Train.Budget = "tokens"
 	}
 }
 

@@ -12,6 +12,9 @@ import (
 	"slices"
 )
 
+// ErrNotFinite reports a logit that is NaN or +Inf.
+var ErrNotFinite = errors.New("logits are not finite")
+
 // Config describes how tokens are drawn from logits. The zero value always draws the most probable token.
 type Config struct {
 	// Temperature T ≥ 0 divides the logits: P(i) = softmax(logits / T)ᵢ. If it is 0, the largest logit
@@ -210,7 +213,7 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 			if math.IsInf(l, -1) {
 				continue
 			}
-			return 0, fmt.Errorf("sampler: Draw: logits[%d] is %v", i, l)
+			return 0, fmt.Errorf("sampler: Draw: %w: logits[%d] is %v", ErrNotFinite, i, l)
 		}
 		s.add(choice{id: i, logit: l}, limit)
 		if len(s.choices) == limit && (limit == 1 || s.config.TopK > 0) {
