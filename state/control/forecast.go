@@ -344,7 +344,7 @@ func (f *Forecast) view(r state.Report) (v view) {
 
 	now := r.Curve[len(r.Curve)-1]
 	v.size, v.seen, v.rest = e.size, e.tokens(plan)(now.Epoch), (1-now.Share)*rate
-	v.text = fmt.Sprintf("%d blocks would be worth %.3g tokens per parameter by the end of the run", plan.Blocks,
+	v.text = fmt.Sprintf("the %d-block model would reach %.3g tokens per parameter by the end of the run", plan.Blocks,
 		(v.seen+v.rest)/plan.Parameters)
 
 	price := func(g growthOption) growthOption { return priced(g, plan.PerToken) }
@@ -365,10 +365,10 @@ func (f *Forecast) view(r state.Report) (v view) {
 
 	stay, grow := v.stay(), v.outlook.grow(price(v.option), 0)
 	later, wait := v.later(price(v.option))
-	v.text += fmt.Sprintf(": predicted final loss %.4f without growth, %.4f with %d blocks from now on", stay,
+	v.text += fmt.Sprintf(": predicted final loss %.4f without growth, %.4f if it now grows to %d blocks", stay,
 		grow, v.blocks(plan))
 	if !math.IsInf(later, 0) {
-		v.text += fmt.Sprintf(", %.4f with them after another %.3g million tokens", later, wait/1e6)
+		v.text += fmt.Sprintf(", %.4f if it does so after another %.3g million tokens", later, wait/1e6)
 	}
 
 	margin := f.Tolerance * math.Abs(now.Loss)
@@ -379,20 +379,20 @@ func (f *Forecast) view(r state.Report) (v view) {
 	switch {
 	case plan.PerToken && len(eras) == 1 && now.Share >= perTokenEnd:
 		v.grow = true
-		v.text += fmt.Sprintf("; grows, because a share of %.3f is spent, and growth starts at %v at the latest",
+		v.text += fmt.Sprintf("; it grows, because a share of %.3f is spent, and growth starts at %v at the latest",
 			now.Share, perTokenEnd)
 	case stay-min(grow, later) <= margin:
-		v.text += "; does not grow, because that would not pay off by the end of the run"
+		v.text += "; it does not grow, because that would not pay off by the end of the run"
 	case !flat():
-		v.text += "; waits, because the loss still falls fast"
+		v.text += "; it waits, because the loss still falls fast"
 	case plan.PerToken && now.Share < perTokenBegin && v.seen < best:
-		v.text += fmt.Sprintf("; waits, because a token of the small model saves more than its cost until %.3g "+
+		v.text += fmt.Sprintf("; it waits, because a token of the small model saves more than its cost until %.3g "+
 			"million tokens", best/1e6)
 	case stay-grow <= margin || grow-later > margin:
-		v.text += "; waits, because a later growth would end lower"
+		v.text += "; it waits, because a later growth would end lower"
 	default:
 		v.grow = true
-		v.text += "; grows"
+		v.text += "; it grows"
 	}
 
 	return v
@@ -455,11 +455,11 @@ func (v *view) outline(all []growthOption, price func(growthOption) growthOption
 	}
 
 	if math.IsNaN(wait) {
-		return "; as far as is known without the curve of the run, growth would not pay off"
+		return "; as far as is known without its curve, growth would not pay off"
 	}
 
-	return fmt.Sprintf("; as far as is known without the curve of the run, %d blocks from %.3g million tokens "+
-		"on, a share of %.2f, would lower the reducible loss by %.1f %%", v.blocks(plan), (v.seen+wait)/1e6,
+	return fmt.Sprintf("; as far as is known without its curve, growing to %d blocks after %.3g million tokens, a "+
+		"share of %.2f, would lower the reducible loss by %.1f %%", v.blocks(plan), (v.seen+wait)/1e6,
 		now.Share+(1-now.Share)*wait/v.rest, 100*(1-lowest/v.stay()))
 }
 
@@ -562,10 +562,10 @@ func (f *Forecast) judge(r state.Report) (v judgment, ok bool) {
 }
 
 // noteShare is the share of the budget between two notes.
-const noteShare = 0.05
+const noteShare = 0.1
 
 // Notes returns the predictions for the run. They are made when the run has just begun, as its plan, and
-// after every twentieth of the budget.
+// after every tenth of the budget.
 func (f *Forecast) Notes(reports []state.Report) (notes []string) {
 	for _, r := range reports {
 		n := len(r.Curve)

@@ -2,13 +2,13 @@
 // based on its reports.
 //
 // [Heuristic] plants blueprints where a layer looks unhealthy and guides them through their life.
-// [Depth] grows a model by whole blocks when its loss flattens, and [Schedule] does so at fixed
-// shares of a run. [Adapters] plants LoRAs in a frozen model. [Together] combines controllers for
+// [Forecast] grows a model by whole blocks if it predicts that this pays off by the end of the run,
+// [Depth] does so when the loss flattens, and [Schedule] at fixed shares of a run. [Adapters] plants LoRAs in a frozen model. [Together] combines controllers for
 // different sites, and [DryRun] prints the commands of a controller. [Governor] supervises them and
 // rolls harmful blueprints back.
 //
 // Pass a controller to a trainer with llm.Trainer's method Grow. Before a run, the trainer calls the
-// controller's methods Check, Parameters, Costs, Affords, LeastEpochs and Heard, where they exist.
+// controller's methods Check, Parameters, Costs, Plan, Affords, LeastEpochs and Heard, where they exist.
 package control
 
 import (
