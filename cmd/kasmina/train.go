@@ -109,8 +109,8 @@ and LoRA adapters are trained and merged into the weights at the end.`,
 		"adamw, and a corresponding value for other optimizers)")
 	f.Float64Var(&o.train.Clip, "clip", 1, "limit of the global gradient norm; 0 means no limit")
 	o.learning.flags(c)
-	f.IntVar(&o.grow, "grow", 0, "multiply the number of blocks by this during training; a new model ends "+
-		"with --layers blocks; 0 means no growth")
+	f.IntVar(&o.grow, "grow", 0, "multiply the number of blocks by up to this during training, as far as that is "+
+		"expected to pay off; a new model ends with at most --layers blocks; 0 means no growth")
 	o.adapters.flags(c)
 	f.DurationVar(&o.train.Budget.Time, "time", 0, "train for this long instead of --steps, such as 90s or 2h")
 	f.BoolVar(&o.train.Recompute, "recompute", false,
@@ -423,7 +423,7 @@ func (o *trainOptions) trainer(c *cobra.Command, from origin, on machines,
 	m, err := from.model(c.Context(), c.ErrOrStderr(), func(c *llm.Config) {
 		c.Seq, c.Documents = o.seq, o.text.documents
 		if o.grow > 0 {
-			c.Depth = 1
+			c.Depth = factors(o.grow)
 		}
 		o.adapters.config(c, &o.train)
 	}, o.lattices()...)
@@ -438,12 +438,23 @@ func (o *trainOptions) trainer(c *cobra.Command, from origin, on machines,
 
 	if o.grow > 0 {
 		forecast := control.NewForecast(blueprints.Stack, o.grow)
-		forecast.Trained = o.model != ""
+		forecast.Growths, forecast.Trained = factors(o.grow), o.model != ""
 		err = t.Grow(llm.Growth{Controller: forecast})
 	}
 
 	o.adapters.seed = o.seed
 	return t, errors.Join(err, o.adapters.grow(t))
+}
+
+// factors returns the number of prime factors of n, which is the largest number of growths that multiply
+// the blocks by n.
+func factors(n int) (count int) {
+	for p := 2; n > 1; p++ {
+		for ; n%p == 0; n /= p {
+			count++
+		}
+	}
+	return count
 }
 
 // lattices returns the options of the seed lattices. Adapters move through their stages without gates.

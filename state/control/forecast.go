@@ -22,7 +22,7 @@ import (
 //   - growing now is better than never growing by more than Tolerance;
 //   - growing later is not better by more than Tolerance.
 //
-// On a small budget, this may never be the case. The model then keeps its blocks, and Notes tells why.
+// On a small budget, this may never be the case. The model then keeps its blocks, and Notes says why.
 //
 // A run limited by steps or tokens instead of time or FLOPs puts no price on larger steps, so that
 // growing is always better than not growing, and the earlier the better. Such a run grows when the
