@@ -243,6 +243,26 @@ func TestBenchLimit(t *testing.T) {
 	require.Contains(t, stderr.String(), "2 of 2 runs are left for the next call")
 }
 
+// TestBenchParts checks that -prepare makes no run, and that -only makes the runs with matching names.
+func TestBenchParts(t *testing.T) {
+	text, out := textFolder(t), t.TempDir()
+	arms := []string{"blocks=4,lr=0.01", "blocks=2,lr=0.01", "blocks=1-2-4,share=forecast,lr=0.01"}
+	study := func(more ...string) error {
+		args := append(benchArgs(t, text, out, "-equal", "flops"), more...)
+		return Study(t.Context(), append(args, arms...), io.Discard, io.Discard)
+	}
+
+	require.NoError(t, study("-prepare"))
+	require.NoFileExists(t, filepath.Join(out, "study.json"))
+	require.NoError(t, study("-only", "seed3-blocks=(2|1-2-4),"))
+	s, err := loadStudy(out)
+	require.NoError(t, err)
+	require.Len(t, s.records, 2)
+	forecast := s.records["flops-2-seed3-blocks=1-2-4,share=forecast,lr=0.01"]
+	require.NotEmpty(t, forecast.Notes)
+	require.Contains(t, forecast.Notes[0], "the 1-block model would reach")
+}
+
 // TestBenchContinuesAfterFailure checks that a failing run does not prevent the remaining runs, and that
 // the call returns its error. The run of the growing model fails because a file has the name of the
 // folder for decisions.
@@ -266,6 +286,9 @@ func TestBadBenchOptions(t *testing.T) {
 		"-batch is 0":                {"-batch", "0"},
 		"-vocab is 5":                {"-vocab", "5"},
 		"-limit is -1s":              {"-limit", "-1s"},
+		"error parsing regexp":       {"-only", "("},
+		"give the shares for":        {"blocks=1-2-4"},
+		"boundary is \"-1\"":         {"blocks=4,boundary=-1"},
 		"-heldout is 1":              {"-heldout", "1"},
 		"-layers is 6, want a multi": {"-layers", "6"},
 		"kind=stack cannot make":     {"blocks=3-4,share=0.1"},
