@@ -17,8 +17,7 @@ import (
 // a step, and from the number of tokens that the run has left for each parameter.
 //
 // The model grows once three conditions hold:
-//   - its loss has become flat, as defined by [Depth], so the start of training is over. This is taken
-//     for granted after a growth;
+//   - its loss has become flat, as defined by [Depth], so the start of training is over;
 //   - growing now is better than never growing by more than Tolerance;
 //   - growing later is not better by more than Tolerance.
 //
@@ -373,7 +372,11 @@ func (f *Forecast) view(r state.Report) (v view) {
 
 	margin := f.Tolerance * math.Abs(now.Loss)
 	flat := func() bool {
-		return f.Trained || len(eras) > 1 || isFlat(r.Curve, began(r, e), 1/v.option.cost)
+		threshold := 1 / v.option.cost
+		if len(eras) > 1 {
+			threshold = min(threshold, laterFlat)
+		}
+		return f.Trained || isFlat(r.Curve, threshold)
 	}
 	best := v.best(v.option)
 	switch {
@@ -398,11 +401,15 @@ func (f *Forecast) view(r state.Report) (v view) {
 	return v
 }
 
+// laterFlat is the threshold of isFlat for further growths. The first growth may take place on a short
+// plateau, after which the loss falls fast again. Growth during that fall ended 0.002 nats per byte higher.
+const laterFlat = 0.35
+
 // isFlat reports whether a curve falls at most flat times as fast as at its fastest, and has done so for
 // some time. In a long run, the steep start may consist of few points, so that a fitted trend would miss
 // it. The fastest fall is therefore also searched for between single points.
-func isFlat(points []state.Point, from, flat float64) bool {
-	all := slices.DeleteFunc(shares(points, from), func(p curve.Point) bool { return p.X <= 0 })
+func isFlat(points []state.Point, flat float64) bool {
+	all := slices.DeleteFunc(shares(points, 0), func(p curve.Point) bool { return p.X <= 0 })
 	logs := make([]float64, len(all))
 	for i, p := range all {
 		logs[i] = math.Log(p.X)

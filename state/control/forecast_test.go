@@ -24,11 +24,13 @@ type simulation struct {
 	perToken bool
 	harm     float64 // added to the loss after growth
 	noise    float64 // standard deviation of the loss
+	fall     float64 // of the loss at fallTokens, after a plateau
 }
 
 const (
 	blockParameters = 0.8e6
 	steepTokens     = 10e6 // until the end of the steep start
+	fallTokens      = 16e6
 )
 
 // cost returns the FLOPs of a token, in relation to a block. Embeddings cost as much as two blocks.
@@ -36,12 +38,13 @@ func (s simulation) cost(blocks int) float64 { return float64(blocks) + 2 }
 
 // result describes a simulated run.
 type result struct {
-	grown, blocks int     // number of tokens, in millions, before growth, or −1; blocks at the end
-	share         float64 // of the first growth
-	rolledBack    bool
-	loss          float64
-	notes         []string
-	whys          []string
+	blocks     int       // at the end
+	worth      []float64 // tokens that the model was worth before each growth
+	share      float64   // of the first growth
+	rolledBack bool
+	loss       float64
+	notes      []string
+	whys       []string
 }
 
 // run simulates a run that follows f.
@@ -60,10 +63,10 @@ func (s simulation) run(t *testing.T, f *control.Forecast) result {
 
 	law := func(blocks int, tokens float64) float64 {
 		return 1.5 + 6000*(1/math.Sqrt(tokens)+1/math.Sqrt(27*blockParameters*float64(blocks))) +
-			4*math.Exp(-tokens/(steepTokens/4))
+			4*math.Exp(-tokens/(steepTokens/4)) + s.fall/(1+math.Exp((tokens-fallTokens)/1.5e6))
 	}
 
-	res := result{grown: -1}
+	var res result
 	r := state.Report{Site: blueprints.Depth, Seeds: []state.SeedReport{{Seed: 0}, {Seed: 1}}}
 	worth, share := 0.0, 0.0
 	for share < 1 {
@@ -95,9 +98,10 @@ func (s simulation) run(t *testing.T, f *control.Forecast) result {
 			switch {
 			case c.Action == state.Germinate:
 				seed.Size, seed.Kind = c.Request.Size, c.Request.Kind
-				if res.grown < 0 {
-					res.grown, res.share = int(plan.EpochTokens*float64(r.Epoch)/1e6), share
+				if len(res.worth) == 0 {
+					res.share = share
 				}
+				res.worth = append(res.worth, worth)
 				plan.Growths = append(plan.Growths, state.RunGrowth{Epoch: r.Epoch, Blocks: blocks})
 				now := law(blocks, worth)
 				blocks *= c.Request.Size
@@ -168,6 +172,17 @@ func TestForecastGrowsTwice(t *testing.T) {
 	require.Equal(t, 12, got.blocks, got.whys)
 	require.Less(t, got.loss, 1.005*s.run(t, control.NewForecast(blueprints.Stack, 4)).loss)
 	require.Equal(t, 2, strings.Count(strings.Join(got.whys, "\n"), "; it grows"))
+}
+
+// TestForecastWaitsForTheFall checks that a second growth does not take place while the loss falls fast after
+// a plateau.
+func TestForecastWaitsForTheFall(t *testing.T) {
+	f := control.NewForecast(blueprints.Stack, 4)
+	f.Growths = 2
+	got := simulation{blocks: 3, epochs: 400, budget: 100, fall: 1.5}.run(t, f)
+	require.Len(t, got.worth, 2)
+	require.Less(t, got.worth[0], fallTokens)
+	require.Greater(t, got.worth[1], 1.7*fallTokens)
 }
 
 // TestForecastRollsBack checks that a growth that ends worse is rolled back, that a harmless one is kept
