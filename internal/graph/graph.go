@@ -70,19 +70,28 @@ func (a *Asked) Gradients() map[*gorgonia.Node]gorgonia.Nodes {
 	return of
 }
 
+// Byproduct is implemented by ops that extract one of several values that an op computes together. Such a
+// value is no result of a graph only because nothing uses it.
+type Byproduct interface{ Byproduct() }
+
 // Results returns the nodes that must be computed. The results are the outputs and all nodes without a
-// dependent node. The gradients are the gradients of parameters, and may be results as well.
+// dependent node, except for a [Byproduct] that is no derivative.
+// The gradients are the gradients of parameters, and may be results as well.
 func (a *Asked) Results(g *gorgonia.ExprGraph) (results, gradients gorgonia.Nodes) {
-	used := map[*gorgonia.Node]bool{}
+	used, derivative := map[*gorgonia.Node]bool{}, map[*gorgonia.Node]bool{}
 	for _, n := range g.AllNodes() {
 		for _, child := range Children(n) {
 			used[child] = true
+		}
+		if d := n.Deriv(); d != nil {
+			derivative[d] = true
 		}
 	}
 
 	results = slices.Clone(a.Outputs)
 	for _, n := range g.AllNodes() {
-		if n.Op() != nil && !used[n] {
+		_, part := n.Op().(Byproduct)
+		if n.Op() != nil && !used[n] && (!part || derivative[n]) {
 			results = append(results, n)
 		}
 	}

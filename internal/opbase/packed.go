@@ -50,6 +50,9 @@ type PartOp struct {
 	Offset int
 }
 
+// Byproduct implements graph.Byproduct.
+func (p *PartOp) Byproduct() {}
+
 // Do returns the part as a view of the packed vector's memory.
 func (p *PartOp) Do(in ...gorgonia.Value) (gorgonia.Value, error) {
 	args, err := p.args(in)
