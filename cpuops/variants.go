@@ -175,8 +175,12 @@ func (s *step) product() (m, n, k int) {
 	}
 
 	switch s.node.Op().(type) {
-	case *op.LinearOp, *op.LinearGradOp:
+	case *op.LinearOp, *op.LinearGradOp, *op.AdaptedLinearOp:
 		return shape(0)[0], shape(1)[0], shape(0)[1]
+	case *op.AdaptedLinearGradOp:
+		return shape(0)[0], shape(3)[0], shape(0)[1]
+	case *op.LinearInputGradOp:
+		return shape(0)[0], shape(1)[1], shape(0)[1]
 	case *op.SiLUMLPOp, *op.SiLUMLPGradOp:
 		return shape(0)[0], shape(1)[0], shape(0)[1]
 	case *op.LinearCrossEntropyOp, *op.LinearCrossEntropyGradOp:
@@ -205,6 +209,8 @@ func (s *step) flops() float64 {
 			one += 2 * float64(m) * float64(p.w.Out) * float64(k)
 		}
 		return one
+	case *op.LinearInputGradOp, *op.AdaptedLinearOp, *op.AdaptedLinearGradOp:
+		return one // without the adapters
 	case *op.LinearGradOp:
 		return 2 * one
 	case *op.SiLUMLPOp, *op.LinearCrossEntropyGradOp: // which recomputes the logits

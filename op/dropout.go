@@ -1,7 +1,8 @@
 // The parts of Dropout:
 //   - shapes and gradients: this file
 //   - CPU: internal/cpu/layer/scale.go
-//   - GPU: cudaops/internal/lower/lower.go, which computes it on the host
+//   - GPU: cudaops/internal/lower/adapter.go,
+//     cudaops/internal/kernel/elementwise
 //   - test cases and benchmark: internal/opcase/adapter.go
 
 package op

@@ -11,13 +11,12 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// lowRankAdapter is a frozen linear layer with a parallel adapter, x·wᵀ + s·(x·aᵀ)·bᵀ, which machines
-// compute in fewer passes.
-var lowRankAdapter = &Op{
-	Name: "LowRankAdapter",
+// adaptedLinear is a frozen linear layer with a low-rank adapter, x·wᵀ + s·(x·aᵀ)·bᵀ.
+var adaptedLinear = &Op{
+	Name: "AdaptedLinear",
 	Cases: func(r *rand.Rand) (cases []Case) {
 		for _, s := range matrices {
-			cases = append(cases, lowRankAdapterCase(r, s[0], s[1], 1+r.IntN(40), 1+r.IntN(4)))
+			cases = append(cases, adaptedLinearCase(r, s[0], s[1], 1+r.IntN(40), 1+r.IntN(4)))
 		}
 		return cases
 	},
@@ -26,12 +25,12 @@ var lowRankAdapter = &Op{
 		Elements: sum(product(1, 0, 1), product(1, 1, 2), product(1, 0, 2)),
 		FLOPs:    sum(product(2, 0, 1, 2), product(2, 0, 1, 3), product(2, 0, 3, 2)),
 		Case: func(r *rand.Rand, s []int) (Case, error) {
-			return lowRankAdapterCase(r, s[0], s[1], s[2], s[3]), nil
+			return adaptedLinearCase(r, s[0], s[1], s[2], s[3]), nil
 		},
 	},
 }
 
-func lowRankAdapterCase(r *rand.Rand, rows, in, out, rank int) Case {
+func adaptedLinearCase(r *rand.Rand, rows, in, out, rank int) Case {
 	const scale = 2
 	want := func(v []Input) []float64 {
 		y := refLinear(v[0].Values, v[1].Values, rows, in, out)
@@ -45,13 +44,7 @@ func lowRankAdapterCase(r *rand.Rand, rows, in, out, rank int) Case {
 	return Case{In: []Input{Normal(r, rows, in), weight(r, out, in).frozen(), weight(r, rank, in),
 		weight(r, out, rank)}, Want: want, Size: want,
 		Build: func(in gorgonia.Nodes) (*gorgonia.Node, error) {
-			var c chain
-			y := c.do(func() (*gorgonia.Node, error) { return op.FrozenLinear(in[0], in[1]) })
-			h := c.do(func() (*gorgonia.Node, error) { return op.Linear(in[0], in[2]) })
-			h = c.do(func() (*gorgonia.Node, error) { return gorgonia.Mul(h, number(h, scale)) })
-			z := c.do(func() (*gorgonia.Node, error) { return op.Linear(h, in[3]) })
-			y = c.do(func() (*gorgonia.Node, error) { return gorgonia.Add(y, z) })
-			return y, c.err
+			return op.AdaptedLinear(in[0], in[1], in[2], in[3], scale)
 		}}
 }
 
@@ -130,7 +123,7 @@ func scaleColumnsCase(r *rand.Rand, rows, d int) Case {
 }
 
 var dropout = &Op{
-	Name: "Dropout", Host: true,
+	Name: "Dropout",
 	Cases: func(r *rand.Rand) (cases []Case) {
 		for _, s := range matrices {
 			for _, p := range []float64{0, 0.1, 0.5} {

@@ -18,7 +18,7 @@ import (
 // All holds an entry for each op in package op and for a few of Gorgonia's own.
 var All = []*Op{
 	rmsNorm, layerNorm, bias, linear, linearAdd, frozenLinear, geluOp, siluMul, geluMul, siluMLP, geluMLP,
-	lowRankAdapter, rowNorms, scaleColumns, dropout, rope, attention, documentAttention, embedding,
+	adaptedLinear, rowNorms, scaleColumns, dropout, rope, attention, documentAttention, embedding,
 	crossEntropy, linearCrossEntropy, frozenLinearCrossEntropy, linearLogProbs, preferenceLoss, newtonSchulz, kasminaLayer, matMul, add, tanh, softMax,
 }
 

@@ -94,13 +94,22 @@ func (p *parts) product(x *gorgonia.Node, layer string) *gorgonia.Node {
 		return p.do(func() (*gorgonia.Node, error) { return lowrank.Add(x, y, all, p.Selection) })
 	}
 
-	y := p.weigh(x, layer)
 	a, ok := p.adapter(layer)
-	if !ok {
+	switch {
+	case !ok:
+		return p.weigh(x, layer)
+	case a.Dropout == 0 && p.Frozen[layer+".weight"]:
+		y := p.do(func() (*gorgonia.Node, error) {
+			return op.AdaptedLinear(x, p.params[layer+".weight"], p.params[layer+EndingA],
+				p.params[layer+EndingB], a.Scale)
+		})
+		if a.Magnitude {
+			y = p.scaleColumns(y, p.magnitude(a))
+		}
 		return y
 	}
 
-	dropped := x
+	y, dropped := p.weigh(x, layer), x
 	if a.Dropout > 0 {
 		dropped = p.do(func() (*gorgonia.Node, error) {
 			return op.Dropout(x, p.key, a.Dropout, a.Salt)
