@@ -45,6 +45,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/half"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/randtest"
+	"github.com/kasmina-go/kasmina/internal/splitmix"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -159,7 +160,8 @@ func (k *fakeKernels) Launch(s gpu.Stream, params any) error {
 // Variants returns the variants of the kernels that the fake implements.
 func (k *fakeKernels) Variants(params any) []kernel.Variant {
 	switch p := params.(type) {
-	case gemm.SiLUProduct, gemm.SiLUProductBackward, gemm.RoPEProduct, gemm.LinearCrossEntropy:
+	case gemm.SiLUProduct, gemm.SiLUProductBackward, gemm.RoPEProduct, gemm.LinearCrossEntropy,
+		gemm.ProductSum, gemm.RowProduct, gemm.ColumnProduct:
 		return []kernel.Variant{{Family: "fused"}}
 	case gemm.Symmetric:
 		if p.N%8 == 0 && p.Depth%8 == 0 {
@@ -167,6 +169,13 @@ func (k *fakeKernels) Variants(params any) []kernel.Variant {
 		}
 	}
 	return nil
+}
+
+func (k *fakeKernels) Dropout(l *fake.Launch, a elementwise.Dropout) {
+	key := splitmix.Mix(uint64(fake.Slice[int64](l, a.Key, 1)[0])) ^ splitmix.Mix(a.Salt)
+	layer.Dropout(floatsAt(l, a.Y, a.N), floatsAt(l, a.X, a.N), a.P, func(i int) bool {
+		return float64(splitmix.Mix(key+uint64(i))>>11) >= a.P*(1<<53)
+	})
 }
 
 func (k *fakeKernels) Unary(l *fake.Launch, a elementwise.Unary) {
@@ -808,6 +817,7 @@ func (k *fakeKernels) StatisticsProduct(l *fake.Launch, p gemm.StatisticsProduct
 	g := floatsAt(l, p.G, rows*columns)
 	cpugemm.Mul(false, false, rows, columns, p.D, 1, floatsAt(l, p.X, rows*p.D), p.D,
 		floatsAt(l, p.W, p.D*columns), columns, 0, g, columns)
+	addTerm(l, p.Term, false, g, rows, columns)
 	stats := statisticsOf(l, a, g, floatsAt(l, p.Y, rows*columns), p.Normalizers)
 	copy(floatsAt(l, p.Workspace, len(stats)), stats)
 }
@@ -1053,6 +1063,7 @@ func (k *fakeKernels) SiLUProduct(l *fake.Launch, a gemm.SiLUProduct) {
 	ab := floatsAt(l, a.AB, 2*a.Rows*a.F)
 	cpugemm.Mul(false, true, a.Rows, 2*a.F, a.D, 1, floatsAt(l, a.X, a.Rows*a.D), a.D,
 		floatsAt(l, a.Weights, 2*a.F*a.D), a.D, 0, ab, 2*a.F)
+	addTerm(l, a.Term, true, ab, a.Rows, 2*a.F)
 	for i, h := range rowsAt(l, a.H, a.Rows, a.F, 0) {
 		layer.SiLUMul(h, ab[2*i*a.F:][:a.F], ab[(2*i+1)*a.F:][:a.F])
 	}
@@ -1063,6 +1074,7 @@ func (k *fakeKernels) SiLUProductBackward(l *fake.Launch, a gemm.SiLUProductBack
 		floatsAt(l, a.DAB, 2*a.Rows*a.F)
 	cpugemm.Mul(false, false, a.Rows, a.F, a.D, 1, floatsAt(l, a.G, a.Rows*a.D), a.D,
 		floatsAt(l, a.Down, a.D*a.F), a.F, 0, dh, a.F)
+	addTerm(l, a.Term, false, dh, a.Rows, a.F)
 	h := make([]float32, a.Rows*a.F)
 	if a.H != 0 {
 		h = floatsAt(l, a.H, len(h))
@@ -1088,6 +1100,7 @@ func (k *fakeKernels) RoPEProduct(l *fake.Launch, a gemm.RoPEProduct) {
 	cpugemm.Mul(false, true, a.Rows, a.Columns, a.D, 1,
 		operandAt(l, a.X, a.ScaleX, a.Rows, a.D), a.D,
 		operandAt(l, a.Weights, a.ScaleWeights, a.Columns, a.D), a.D, 0, y, a.Columns)
+	addTerm(l, a.Term, true, y, a.Rows, a.Columns)
 	for i := range a.Rows {
 		turned, at := y[i*a.Columns:][:a.Turned], i%a.Seq*h
 		layer.RoPE(turned, turned, cos[at:], sin[at:], 1, a.Turned/a.HeadDim, a.HeadDim, false)
@@ -1111,6 +1124,95 @@ func (k *fakeKernels) Product(l *fake.Launch, a gemm.Product) {
 	for i, v := range c {
 		y[i] += v
 	}
+}
+
+func (k *fakeKernels) ProductSum(l *fake.Launch, a gemm.ProductSum) {
+	k.Product(l, a.Product)
+	addTerm(l, a.Term, a.TransW, floatsAt(l, a.Y, a.Rows*a.Columns), a.Rows, a.Columns)
+}
+
+func (k *fakeKernels) RowProduct(l *fake.Launch, a gemm.RowProduct) {
+	stride := a.Columns
+	if a.TransW {
+		stride = a.D
+	}
+
+	y := floatsAt(l, a.Y, a.Rows*a.Columns)
+	cpugemm.Mul(false, a.TransW, a.Rows, a.Columns, a.D, float32(a.Scale), floatsAt(l, a.X, a.Rows*a.D), a.D,
+		floatsAt(l, a.W, a.D*a.Columns), stride, 0, y, a.Columns)
+	if a.Scaled == 0 {
+		return
+	}
+
+	scaled, factors := floatsAt(l, a.Scaled, len(y)), floatsAt(l, a.Factors, a.Rows)
+	for i, v := range y {
+		scaled[i] = v * factors[i/a.Columns]
+	}
+}
+
+func (k *fakeKernels) ScaledRows(l *fake.Launch, a gemm.ScaledRows) {
+	y, x, factors := floatsAt(l, a.Y, a.Rows*a.Columns), floatsAt(l, a.X, a.Rows*a.Columns),
+		floatsAt(l, a.Factors, a.Rows)
+	for i, v := range x {
+		y[i] = v * factors[i/a.Columns]
+	}
+}
+
+func (k *fakeKernels) BlockDiagonal(l *fake.Launch, a gemm.BlockDiagonal) {
+	height, width := 0, 0
+	for i := range a.Blocks {
+		height, width = height+a.Rows[i], width+a.Columns[i]
+	}
+
+	y := floatsAt(l, a.Y, height*width)
+	if !a.Back {
+		clear(y)
+	}
+	at := 0
+	for i, p := range a.Blocks {
+		for r := range a.Rows[i] {
+			if a.Columns[i] > 0 {
+				block := floatsAt(l, p, a.Rows[i]*a.Columns[i])[r*a.Columns[i]:][:a.Columns[i]]
+				if a.Back {
+					copy(block, y[at:])
+				} else {
+					copy(y[at:], block)
+				}
+			}
+			at += width
+		}
+		at += a.Columns[i]
+	}
+}
+
+func (k *fakeKernels) ColumnProduct(l *fake.Launch, a gemm.ColumnProduct) {
+	y, x, v := floatsAt(l, a.Y, a.Columns*a.Narrow), slices.Clone(floatsAt(l, a.X, a.Rows*a.Columns)),
+		floatsAt(l, a.V, a.Rows*a.Narrow)
+	if a.Factors != 0 {
+		factors := floatsAt(l, a.Factors, a.Columns)
+		for i := range x {
+			x[i] *= factors[i%a.Columns]
+		}
+	}
+
+	if a.Transposed {
+		cpugemm.Mul(true, false, a.Narrow, a.Columns, a.Rows, 1, v, a.Narrow, x, a.Columns, 0, y, a.Columns)
+		return
+	}
+	cpugemm.Mul(true, false, a.Columns, a.Narrow, a.Rows, 1, x, a.Columns, v, a.Narrow, 0, y, a.Narrow)
+}
+
+// addTerm adds a term to the result y of a product.
+func addTerm(l *fake.Launch, t gemm.Term, trans bool, y []float32, rows, columns int) {
+	if t.D == 0 {
+		return
+	}
+	stride := columns
+	if trans {
+		stride = t.D
+	}
+	cpugemm.Mul(false, trans, rows, columns, t.D, 1, floatsAt(l, t.X, rows*t.D), t.D,
+		floatsAt(l, t.W, t.D*columns), stride, 1, y, columns)
 }
 
 // withKernels replaces a machine's kernels by the result of wrap.

@@ -14,16 +14,25 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
+// tuning describes what a test tunes.
+type tuning struct {
+	adapter   llm.LoRA
+	tuned     []string
+	traits    llm.Traits
+	recompute bool
+}
+
 // tuneMasked trains on sequences with different numbers of learned tokens, and returns the losses of the
 // steps. If newEngine is nil, it trains on the CPU. The model gets the adapter unless that is zero.
-func tuneMasked(t *testing.T, batch, accumulate int, adapter llm.LoRA, tuned []string, newEngine func(*llm.Model, optim.Optimizer,
+func tuneMasked(t *testing.T, batch, accumulate int, s tuning, newEngine func(*llm.Model, optim.Optimizer,
 	llm.TrainConfig) (llm.Engine, error)) (losses []float64) {
 	t.Helper()
-	c := llm.Config{Vocab: 64, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 12, Documents: true}.Default()
+	c := llm.Config{Vocab: 64, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 12, Documents: true,
+		Traits: s.traits}.Default()
 	m, err := llm.NewModel(c, tensor.Float32, 7)
 	require.NoError(t, err)
-	if !adapter.IsZero() {
-		m, err = llm.Adapt(m, adapter, 3)
+	if !s.adapter.IsZero() {
+		m, err = llm.Adapt(m, s.adapter, 3)
 		require.NoError(t, err)
 	}
 
@@ -41,7 +50,8 @@ func tuneMasked(t *testing.T, batch, accumulate int, adapter llm.LoRA, tuned []s
 	o, err := optim.NewAdamW(optim.WithLR(0.01))
 	require.NoError(t, err)
 	tr, err := llm.NewTrainer(m, l, o, llm.TrainConfig{Steps: 6, Batch: batch, Accumulate: accumulate,
-		Schedule: optim.Constant(0.01), Clip: 1, Engine: newEngine, Tuned: tuned})
+		Schedule: optim.Constant(0.01), Clip: 1, Engine: newEngine, Tuned: s.tuned,
+		Recompute: s.recompute})
 	require.NoError(t, err)
 	defer tr.Close()
 
@@ -58,9 +68,9 @@ func tuneMasked(t *testing.T, batch, accumulate int, adapter llm.LoRA, tuned []s
 // TestMaskedStepsOnFake checks that a device has the losses of the CPU on batches with different
 // numbers of targets.
 func TestMaskedStepsOnFake(t *testing.T) {
-	want := tuneMasked(t, 4, 1, llm.LoRA{}, nil, nil)
+	want := tuneMasked(t, 4, 1, tuning{}, nil)
 	for _, batch := range []int{4, 2, 1} {
-		got := tuneMasked(t, batch, 4/batch, llm.LoRA{}, nil,
+		got := tuneMasked(t, batch, 4/batch, tuning{},
 			engine.Engine(cudaops.OpenFake(t), cudaops.Float32))
 		require.InDeltaSlice(t, want, got, 1e-5, "batches of %d", batch)
 	}
@@ -76,24 +86,43 @@ func TestTuningOnFake(t *testing.T) {
 	require.NoError(t, err)
 	last, err := c.LastBlocks(1)
 	require.NoError(t, err)
-	for name, s := range map[string]struct {
-		adapter llm.LoRA
-		tuned   []string
-	}{
-		"LoRA":    {adapter: llm.LoRA{Rank: 4, Alpha: 8, Targets: all}},
-		"rsLoRA":  {adapter: llm.LoRA{Rank: 4, Alpha: 8, RankStabilized: true, Targets: all}},
-		"DoRA":    {adapter: llm.LoRA{Rank: 4, Alpha: 4, Magnitude: true, Targets: all}},
-		"dropout": {adapter: llm.LoRA{Rank: 4, Alpha: 8, Dropout: 0.2, Targets: all}},
+	few, err := c.MatchLayers("q_proj", "v_proj", "gate_proj", "down_proj")
+	require.NoError(t, err)
+	plain := llm.Traits{PlainMLP: true, GELU: true}
+	c.Traits = plain
+	ungated, err := c.MatchLayers(llm.AllLinear)
+	require.NoError(t, err)
+	lora := llm.LoRA{Rank: 4, Alpha: 8, Targets: all}
+	different := lora
+	different.Alphas = map[string]float64{"model.layers.0.self_attn.k_proj": 3, "model.layers.1.mlp.up_proj": 5}
+	different.Ranks = map[string]int{"model.layers.1.self_attn.q_proj": 3}
+	for name, s := range map[string]tuning{
+		"recomputed":       {adapter: lora, recompute: true},
+		"some layers":      {adapter: llm.LoRA{Rank: 4, Alpha: 8, Targets: few}},
+		"different scales": {adapter: different},
+		"biases":           {adapter: lora, traits: llm.Traits{QKVBias: true}},
+		"norms of heads":   {adapter: lora, traits: llm.Traits{QKNorm: true}},
+		"GELU":             {adapter: lora, traits: llm.Traits{GELU: true, NormPlusOne: true}},
+		"an ungated MLP":   {adapter: llm.LoRA{Rank: 4, Alpha: 8, Targets: ungated}, traits: plain},
+		"DoRA, recomputed": {adapter: llm.LoRA{Rank: 4, Alpha: 4, Magnitude: true, Targets: all}, recompute: true},
+		"LoRA":             {adapter: llm.LoRA{Rank: 4, Alpha: 8, Targets: all}},
+		"rsLoRA":           {adapter: llm.LoRA{Rank: 4, Alpha: 8, RankStabilized: true, Targets: all}},
+		"DoRA":             {adapter: llm.LoRA{Rank: 4, Alpha: 4, Magnitude: true, Targets: all}},
+		"dropout":          {adapter: llm.LoRA{Rank: 4, Alpha: 8, Dropout: 0.2, Targets: all}},
 		"DoRA with dropout on some layers": {adapter: llm.LoRA{Rank: 4, Alpha: 8, Magnitude: true,
 			Dropout: 0.2, Targets: some}},
 		"the last block":            {tuned: last},
 		"values and the embeddings": {tuned: []string{"*.v_proj.weight", "model.embed_tokens.weight"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			want := tuneMasked(t, 2, 2, s.adapter, s.tuned, nil)
-			got := tuneMasked(t, 2, 2, s.adapter, s.tuned,
-				engine.Engine(cudaops.OpenFake(t), cudaops.Float32))
-			require.InDeltaSlice(t, want, got, 1e-5)
+			want := tuneMasked(t, 2, 2, s, nil)
+			for _, rule := range []string{"separate", "fused"} {
+				got := tuneMasked(t, 2, 2, s,
+					engine.Engine(cudaops.OpenFake(t), cudaops.Float32, cudaops.WithVariants(
+						"ProductSum="+rule, "SiLUProduct*="+rule, "RoPEProduct="+rule,
+						"RowProduct="+rule, "ColumnProduct="+rule)))
+				require.InDeltaSlice(t, want, got, 1e-5, rule)
+			}
 			require.Less(t, want[5], want[0])
 		})
 	}

@@ -67,7 +67,7 @@ func newSingleOp[V interface {
 		}
 	}
 
-	m, err := NewMachine(d, g, setting(func(c *machineConfig) { c.single = true }))
+	m, err := NewMachine(d, g, WithOutputs(result), setting(func(c *machineConfig) { c.single = true }))
 	if err != nil {
 		return nil, err
 	}
@@ -96,7 +96,8 @@ func forwardOf(o gorgonia.Op) gorgonia.Op {
 		return nil
 	}
 	forward := b.Shared().Forward()
-	if forward == nil || len(forward.Aux()) == 0 {
+	// A backward op that reads a record also takes the forward op's result, before the gradient.
+	if forward == nil || len(forward.Aux()) == 0 || b.Shared().Arity() != forward.Arity()+2 {
 		return nil
 	}
 	return forward.Op()

@@ -35,13 +35,12 @@ func add(a *gpu.Args, values ...any) (err error) {
 			err = v.add(a)
 		case gpu.TensorMap:
 			// The compiler aligns a descriptor to 64 bytes in memory, where the parameters start at
-			// offset 0x210. The arguments before the first descriptor take at most 0x30 bytes, or
-			// end less than 16 bytes before the next such offset.
-			align := 16
-			if len(a.Packed()) < 0x30 {
-				align = 0x30
+			// offset 0x210.
+			at := 0x30
+			for at < len(a.Packed()) {
+				at += 0x40
 			}
-			a.Struct(v[:], align)
+			a.Struct(v[:], at)
 		default:
 			err = fmt.Errorf("unsupported argument type %T", v)
 		}

@@ -14,6 +14,15 @@ func init() {
 	register[*op.ScaleColumnsOp](lowerScaleColumns, nil)
 	register[*op.ScaleColumnsGradOp](lowerScaleColumnsGrad, linearIn(2))
 	register[*op.RowNormsOp](lowerRowNorms, nil)
+	register[*op.DropoutOp](lowerDropout, linearIn(0))
+}
+
+func lowerDropout(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	o, x := n.Op().(*op.DropoutOp), c.asActivation(n, in[0])
+	y := c.Like(x)
+	a := elementwise.Dropout{P: o.P, Salt: o.Salt, N: x.Len(), Type: x.Type}
+	addCall(c, n, &a, program.Writes(&a.Y, y), program.Reads(&a.X, x), program.Reads(&a.Key, in[1]))
+	return y
 }
 
 func lowerScaleColumns(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {

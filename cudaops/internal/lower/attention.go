@@ -144,24 +144,25 @@ func (c *compiler) attentionGrad(n *gorgonia.Node, in []*program.Array, dq, dk,
 // kernel supports the fusion, nothing else uses g earlier, and the chooser prefers the fused kernel.
 func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, back *attention.Backward,
 	g, y, normalizers *program.Array) {
-	at := slices.IndexFunc(c.Calls, func(p *program.Call) bool {
-		m, ok := p.Params.(*program.Matmul)
-		if !ok {
-			return false
-		}
-		d := p.Operand(&m.D)
-		return d.Buffer == g.Buffer && d.At == g.At && slices.Equal(d.Shape, g.Shape) &&
-			!m.Spec.TransA && !m.Spec.TransB && !m.Spec.Scaled() && m.Spec.Batch == 1 &&
-			m.Alpha == 1 && m.Beta == 0
-	})
-
+	at := slices.IndexFunc(c.Calls, func(p *program.Call) bool { return c.formsGradient(p, g) })
 	if at < 0 || slices.ContainsFunc(c.Calls[at+1:], c.Calls[at].Conflicts) {
 		return
 	}
 
 	product := c.Calls[at]
-	m := product.Params.(*program.Matmul)
-	one := gemm.StatisticsProduct{Geometry: back.Geometry, D: m.Spec.K, Type: back.Type}
+	one := gemm.StatisticsProduct{Geometry: back.Geometry, Type: back.Type}
+	var operands []program.Arg
+	switch m := product.Params.(type) {
+	case *program.Matmul:
+		one.D = m.Spec.K
+		operands = []program.Arg{program.Reads(&one.X, product.Operand(&m.A).Array),
+			program.Reads(&one.W, product.Operand(&m.B).Array)}
+	case *gemm.ProductSum:
+		one.D = m.D
+		operands = append(term{product.Operand(&m.Term.X).Array, product.Operand(&m.Term.W).Array}.operands(&one.Term),
+			program.Reads(&one.X, product.Operand(&m.X).Array), program.Reads(&one.W, product.Operand(&m.W).Array))
+	}
+
 	if len(c.o.Variants(one)) == 0 {
 		return
 	}
@@ -179,10 +180,26 @@ func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, back *at
 	statistics := newCall(c, n, &s, program.Reads(&s.G, g), program.Reads(&s.Y, y),
 		program.Reads(&s.Normalizers, normalizers), program.Writes(&s.Workspace, workspace.Array))
 	c.addProduct([]*program.Call{product, statistics}, true, newCall(c, n, &one,
-		program.Writes(&one.G, g), program.Reads(&one.X, product.Operand(&m.A).Array),
-		program.Reads(&one.W, product.Operand(&m.B).Array), program.Reads(&one.Y, y),
-		program.Reads(&one.Normalizers, normalizers),
-		program.Writes(&one.Workspace, workspace.Array)))
+		append(operands, program.Writes(&one.G, g), program.Reads(&one.Y, y),
+			program.Reads(&one.Normalizers, normalizers),
+			program.Writes(&one.Workspace, workspace.Array))...))
+}
+
+// formsGradient reports whether a call computes g as a product that a StatisticsProduct can compute.
+func (c *compiler) formsGradient(call *program.Call, g *program.Array) bool {
+	var d *program.Arg
+	switch m := call.Params.(type) {
+	case *program.Matmul:
+		if !m.Spec.TransA && !m.Spec.TransB && !m.Spec.Scaled() && m.Spec.Batch == 1 && m.Alpha == 1 &&
+			m.Beta == 0 {
+			d = call.Operand(&m.D)
+		}
+	case *gemm.ProductSum:
+		if !m.TransW && call.Operand(&m.C) == nil {
+			d = call.Operand(&m.Y)
+		}
+	}
+	return d != nil && d.Buffer == g.Buffer && d.At == g.At && slices.Equal(d.Shape, g.Shape)
 }
 
 // attentionFLOPs returns the operations of the given number of products in an attention. A causal mask

@@ -116,10 +116,12 @@ func (c *compiler) wantsFloat8(n *gorgonia.Node) bool {
 	return slices.ContainsFunc(c.users[n], func(u *gorgonia.Node) bool {
 		input := 0
 		switch u.Op().(type) {
-		case *op.LinearOp, *op.SiLUMLPOp:
+		case *op.LinearOp, *op.AdaptedLinearOp, *op.SiLUMLPOp:
 		case *op.LinearInputGradOp:
 		case *op.LinearGradOp:
 			input = 2
+		case *op.AdaptedLinearGradOp:
+			input = 4
 		case *op.SiLUMLPGradOp:
 			input = 5
 		default:

@@ -42,6 +42,9 @@ func (c *compiler) linear(n *gorgonia.Node, y, x, w, add *program.Array) {
 }
 
 func lowerLinear(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	if n.Op().(*op.LinearOp).Frozen {
+		return lowerFrozenLinear(c, n, in)
+	}
 	if c.fuseProjections(n) {
 		return c.Values[n]
 	}
@@ -63,10 +66,13 @@ func lowerLinearGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progra
 }
 
 func lowerLinearInputGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	if g, ok := c.saved[n.Op().(*op.LinearInputGradOp).Forward().Op()].(*frozenGroup); ok {
+		return c.lowerFrozenGrad(n, g, in[0])
+	}
+
 	g, w := c.asActivations(n, in[0], in[1])
 	dx := c.NewArray(g.Type, n.Shape()...)
-	_, add := c.addend(n, dx)
-	c.matmul(n, c.weighted(n, dx, g, w, true).Plus(add))
+	c.matmul(n, c.weighted(n, dx, g, w, true))
 	return dx
 }
 

@@ -134,9 +134,18 @@ func lowerSiLUMul(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 }
 
 func lowerSiLUMulGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	forward := n.Op().(*op.SiLUMulGradOp).Forward
-	ab, g := c.saved[forward].(*program.Array), c.asActivation(n, in[2])
+	forward, g := n.Op().(*op.SiLUMulGradOp).Forward, c.asActivation(n, in[2])
 	rows, f := g.Shape[0], g.Shape[1]
+	s, fused := c.saved[forward].(*gateState)
+	if fused {
+		s.dab = c.Like(s.ab)
+		m := silu.MulBackward{Rows: rows, F: f, GELU: forward.GELU, Type: g.Type}
+		addCall(c, n, &m, program.Writes(&m.H, c.Like(g)), program.Writes(&m.DAB, s.dab),
+			program.Reads(&m.DH, g), program.Reads(&m.AB, s.ab))
+		return packed(s.dab.Columns(0, f), s.dab.Columns(f, f))
+	}
+
+	ab := c.saved[forward].(*program.Array)
 	h, dab, da, db := c.Like(g), c.Like(ab), c.Like(g), c.Like(g)
 
 	m := silu.MulBackward{Rows: rows, F: f, GELU: forward.GELU, Type: g.Type}

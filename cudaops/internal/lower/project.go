@@ -37,6 +37,8 @@ type projections struct {
 	linear  [3]*gorgonia.Node
 	bias    [3]*gorgonia.Node // biases added to linear; nil if there are none
 	rotated [3]*gorgonia.Node // queries and keys after RoPE; nil if not rotated
+	frozen  []frozenLayer     // linear, if the weights are frozen
+	group   *frozenGroup      // frozen on the device
 }
 
 // project finds the projections of attention n and records them under their linear nodes and the queries.
@@ -52,7 +54,7 @@ func (c *compiler) project(n *gorgonia.Node) {
 		if !c.onlyUsedBy(n, byAttention) {
 			return
 		}
-		for !isOp[*op.LinearOp](n) {
+		for !isOp[*op.LinearOp](n) && !isOp[*op.AdaptedLinearOp](n) {
 			r, turns := n.Op().(*op.RoPEOp)
 			switch {
 			case turns && i < 2 && p.rotated[i] == nil && p.bias[i] == nil && !r.Inverse &&
@@ -68,8 +70,8 @@ func (c *compiler) project(n *gorgonia.Node) {
 				return
 			}
 		}
-		if n.Op().(*op.LinearOp).Frozen { // its gradient is computed by itself
-			return
+		if l, frozen := frozenLayerOf(n); frozen {
+			p.frozen = append(p.frozen, l)
 		}
 		if (p.bias[i] == nil) != (p.bias[0] == nil) || slices.Contains(p.linear[:i], n) ||
 			i > 0 && graph.Children(n)[0] != p.x {
@@ -79,6 +81,10 @@ func (c *compiler) project(n *gorgonia.Node) {
 	}
 
 	if rotationKey(ropeConfigOf(p.rotated[0])) != rotationKey(ropeConfigOf(p.rotated[1])) {
+		return
+	}
+
+	if p.frozen != nil && (len(p.frozen) < 3 || !canGroup(p.frozen...)) {
 		return
 	}
 
@@ -133,9 +139,19 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) bool {
 		return false
 	}
 
-	x := c.asActivation(n, c.Values[p.x])
+	x, t := c.asActivation(n, c.Values[p.x]), term{}
+	if p.frozen != nil {
+		if p.group = c.newFrozenGroup(n, p.frozen...); p.group == nil {
+			return false
+		}
+		t = p.group.second()
+		for _, l := range p.linear {
+			c.saved[l.Op()] = p.group
+		}
+	}
+
 	wide, parts, both := p.place(c, x)
-	c.projectAll(n, p, wide, both, x, c.stack(n, weights...), biases)
+	c.projectAll(n, p, wide, both, x, c.stack(n, weights...), biases, t)
 	c.setValues(p.linear, parts)
 	c.setValues(p.bias, parts)
 	c.setValues(p.rotated, parts)
@@ -151,22 +167,22 @@ func (c *compiler) setValues(nodes [3]*gorgonia.Node, values [3]*program.Array) 
 	}
 }
 
-// projectAll adds wide = x·weightsᵀ, plus biases if there are any. If queries and keys are rotated, the
-// columns both are rotated in place.
+// projectAll adds wide = x·weightsᵀ, plus a term, and plus biases if there are any. If queries and keys
+// are rotated, the columns both are rotated in place.
 func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
-	weights *program.Array, biases []*program.Array) {
+	weights *program.Array, biases []*program.Array, t term) {
 	turned := p.rotated[0]
 	switch {
 	case len(biases) > 0:
 		y, all := c.Like(wide), c.converted(n, wide.Type, wide.Shape[1:], biases...)
-		c.linear(n, y, x, weights, nil)
+		c.linearPlus(n, y, x, weights, nil, t)
 		c.map2(n, elementwise.Add, wide, y, all, elementwise.Operand{}, rowOf(all.Len()))
 		if turned != nil {
 			c.Add(c.rotate(turned, both, both))
 		}
 		return
 	case turned == nil:
-		c.linear(n, wide, x, weights, nil)
+		c.linearPlus(n, wide, x, weights, nil, t)
 		return
 	}
 
@@ -174,27 +190,29 @@ func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 	one := gemm.RoPEProduct{Rows: x.Shape[0], Columns: wide.Shape[1], D: x.Shape[1],
 		Turned: both.Shape[1], Seq: o.Seq, HeadDim: o.HeadDim, Float8: product.ScaleA != nil,
 		Type: x.Type}
-	several := []*program.Call{c.newProduct(n, product), c.rotate(turned, both, both)}
+	several := append(c.products(n, product, t), c.rotate(turned, both, both))
 	if len(c.o.Variants(one)) == 0 {
 		c.Calls = append(c.Calls, several...)
 		return
 	}
 
-	t := c.rotation(o)
-	if t.angles == nil {
-		t.angles = c.NewConstant(gemm.RoPEAngles(t.cos.Data, t.sin.Data, o.HeadDim/2))
+	tables := c.rotation(o)
+	if tables.angles == nil {
+		tables.angles = c.NewConstant(gemm.RoPEAngles(tables.cos.Data, tables.sin.Data, o.HeadDim/2))
 	}
 
-	c.addProduct(several, true, newCall(c, n, &one, program.Writes(&one.Y, wide),
+	args := append(t.operands(&one.Term), program.Writes(&one.Y, wide),
 		program.Reads(&one.X, product.A), program.Reads(&one.Weights, product.B),
 		program.Reads(&one.ScaleX, product.ScaleA),
-		program.Reads(&one.ScaleWeights, product.ScaleB), program.Reads(&one.Angles, t.angles)))
+		program.Reads(&one.ScaleWeights, product.ScaleB), program.Reads(&one.Angles, tables.angles))
+	c.addProduct(several, t.x == nil || product.ScaleA == nil, newCall(c, n, &one, args...))
 }
 
 // projectionsGrad holds the nodes between an attention's gradient and the gradient of x.
 type projectionsGrad struct {
 	parts, linear, bias, rotated [3]*gorgonia.Node
-	// the three gradients of x, followed by the sum of two and the sum of all three
+	// the three gradients of x, followed by the sum of two and the sum of all three; empty if nothing
+	// needs the gradient of x
 	dx []*gorgonia.Node
 }
 
@@ -220,6 +238,8 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 		want := graph.Children(l)
 		for _, u := range c.users[d] {
 			switch in := graph.Children(u); {
+			case p.frozen != nil && u == c.gradOfLayer(p.frozen[i], d):
+				g.linear[i] = u
 			case isOp[*op.LinearGradOp](u) && in[0] == p.x && in[1] == want[1] && in[2] == d &&
 				(g.linear[i] == nil || g.linear[i] == u):
 				g.linear[i] = u
@@ -230,11 +250,25 @@ func (p *projections) grad(c *compiler, n *gorgonia.Node) *projectionsGrad {
 				return nil
 			}
 		}
+		if g.linear[i] == nil || c.lasting[d] {
+			return nil
+		}
 		dx := c.partOf(g.linear[i], 0)
-		if dx == nil || c.lasting[d] || (p.bias[i] == nil) != (g.bias[i] == nil) {
+		if p.frozen != nil {
+			dx = c.frozenGradOf(g.linear[i]).dx
+		} else if dx == nil || (p.bias[i] == nil) != (g.bias[i] == nil) {
 			return nil
 		}
 		g.dx = append(g.dx, dx)
+	}
+
+	if len(present(slices.Clone(g.dx))) == 0 {
+		g.dx = nil
+		return g
+	}
+
+	if slices.Contains(g.dx, nil) {
+		return nil
 	}
 
 	for i, third := range g.dx {
@@ -286,6 +320,15 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bo
 		}
 	}
 
+	for _, d := range g.dx {
+		c.Values[d] = folded(d)
+	}
+
+	if p.frozen != nil {
+		c.frozenProjectionsGrad(back, p, g, wide)
+		return true
+	}
+
 	var dws []*gorgonia.Node
 	for _, l := range g.linear {
 		dws = append(dws, c.partOf(l, x.Len()))
@@ -301,12 +344,21 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bo
 		c.Values[l] = packed(folded(p.x), part)
 	}
 
-	for _, d := range g.dx {
-		c.Values[d] = folded(d)
-	}
-
 	c.Values[g.dx[len(g.dx)-1]] = dx
 	return true
+}
+
+// frozenProjectionsGrad adds the gradients of projections with frozen weights from the gradients of
+// their outputs.
+func (c *compiler) frozenProjectionsGrad(n *gorgonia.Node, p *projections, g *projectionsGrad,
+	wide *program.Array) {
+	t, scaled := c.v(n, p.group, wide)
+	if len(g.dx) > 0 {
+		dx := c.Like(p.group.x)
+		c.addTerm(n, c.weighted(n, dx, wide, p.group.weights, true), t)
+		c.Values[g.dx[len(g.dx)-1]] = dx
+	}
+	c.adapterGrads(p.group, g.linear[:], &program.Array{Shape: p.group.x.Shape}, wide, t.x, scaled)
 }
 
 func lowerRoPE(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {

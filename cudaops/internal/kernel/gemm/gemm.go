@@ -19,6 +19,7 @@ import (
 type SiLUProduct struct {
 	H, AB, X, Weights gpu.Ptr
 	Gate
+	Term Term // added to X·Weightsᵀ
 }
 
 // SiLUProductBackward computes DH = G·Down, which is never stored, and from it the two halves of
@@ -27,12 +28,34 @@ type SiLUProduct struct {
 //
 // G is [Rows, D], Down [D, F], AB and DAB [Rows, 2F] and H [Rows, F]. DH is rounded before it is
 // used. DAB may be AB.
-// G is [Rows, D], Down [D, F], AB and DAB [Rows, 2F] and H [Rows, F]. DH is rounded before it is
-// used. DAB may be AB.
 type SiLUProductBackward struct {
 	H, DAB, G, Down, AB gpu.Ptr
 	Gate
+	Term Term // added to G·Down
 }
+
+// Term is a second product, of depth D, that a kernel adds to its first one before rounding: X·Wᵀ or
+// X·W, with W laid out like the right operand of the first product. There is none if D is 0.
+type Term struct {
+	X, W gpu.Ptr
+	D    int
+}
+
+// takes reports whether a kernel accepts the term.
+func (t Term) takes() bool { return t.D%8 == 0 }
+
+// matrices returns the operands for a launch, where w describes W. Without a term, it returns stand-ins
+// that are never read.
+func (t Term) matrices(rows int, w gemmMatrix, standIn gpu.Ptr) []gemmMatrix {
+	if t.D == 0 {
+		t.X, w.ptr, t.D = standIn, standIn, gemmDepth
+		w.dims[0], w.dims[1] = max(w.dims[0], gemmDepth), max(w.dims[1], 1)
+	}
+	return []gemmMatrix{matrix(t.X, t.D, rows, gemmDepth, gemmRows), w}
+}
+
+// shape describes the term for [kernel.Tuned].
+func (t Term) shape() string { return kernel.With(t.D > 0, fmt.Sprint("plus depth ", t.D)) }
 
 // Gate holds the sizes and type of a SiLUProduct or a SiLUProductBackward.
 type Gate struct {
@@ -86,14 +109,34 @@ func float8Product(columns, d int, t gpu.DType) bool {
 // factorBytes returns the shared memory for the column factors of two tiles.
 func factorBytes(columns int) int { return 2 * 4 * columns }
 
+// Variants returns the variants that accept the launch if all addresses are multiples of 16. The depth
+// of the term must be a multiple of 8.
+func (a SiLUProduct) Variants(k *kernel.Set) []kernel.Variant {
+	if !a.Term.takes() {
+		return nil
+	}
+	return a.Gate.Variants(k)
+}
+
+// Variants returns the variants that accept the launch if all addresses are multiples of 16. The depth
+// of the term must be a multiple of 8.
+func (a SiLUProductBackward) Variants(k *kernel.Set) []kernel.Variant {
+	if !a.Term.takes() {
+		return nil
+	}
+	return a.Gate.Variants(k)
+}
+
 // Launch enqueues one kernel.
 func (a SiLUProduct) Launch(q *kernel.Queue) {
-	a.launch(q, "gemm_hopper_silu_mul", []gemmMatrix{
-		matrix(a.X, a.D, a.Rows, gemmDepth, gemmRows),
-		matrix(a.Weights, a.D, a.F, gemmDepth, gateColumns/2).times(2, 1),
+	right := matrix(a.Weights, a.D, a.F, gemmDepth, gateColumns/2).times(2, 1)
+	more := right
+	more.ptr, more.dims[0] = a.Term.W, a.Term.D
+	a.launch(q, "gemm_hopper_silu_mul", a.Term, append([]gemmMatrix{
+		matrix(a.X, a.D, a.Rows, gemmDepth, gemmRows), right,
 		matrix(a.AB, a.F, 2, 64, 1).times(a.Rows, 16).storing(),
 		matrix(a.H, a.F, a.Rows, 64, 16).storing(),
-	})
+	}, a.Term.matrices(a.Rows, more, a.Weights)...))
 }
 
 // Launch enqueues one kernel.
@@ -109,14 +152,15 @@ func (a SiLUProductBackward) Launch(q *kernel.Queue) {
 		matrices = append(matrices, matrix(a.H, a.F, a.Rows, 64, 16).storing())
 	}
 
-	a.launch(q, symbol, matrices)
+	more := matrix(a.Term.W, a.F, a.Term.D, 64, gemmDepth)
+	a.launch(q, symbol, a.Term, append(matrices, a.Term.matrices(a.Rows, more, a.Down)...))
 }
 
 // launch enqueues a kernel of gemm_hopper.cu.
-func (g Gate) launch(q *kernel.Queue, symbol string, matrices []gemmMatrix) {
+func (g Gate) launch(q *kernel.Queue, symbol string, t Term, matrices []gemmMatrix) {
 	gemmLaunch{unit: "gemm_hopper", symbol: symbol + kernel.Suffix(g.Type), dtype: g.Type,
 		matrices: matrices, shared: warpShared(gateColumns, gateStages, gateWarpBytes),
-		params: kernel.Struct{g.Rows, g.F, g.D, gemmSection}}.run(q)
+		params: kernel.Struct{g.Rows, g.F, g.D, t.D, gemmSection}}.run(q)
 }
 
 // gemmLaunch describes a launch of a kernel based on gemm_hopper.cuh.
@@ -181,13 +225,13 @@ func (g gemmLaunch) run(q *kernel.Queue) {
 
 // Tuning implements [kernel.Tuned].
 func (a SiLUProduct) Tuning() (op, shape string) {
-	return "SiLUProduct", fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type)
+	return "SiLUProduct", fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type) + a.Term.shape()
 }
 
 // Tuning implements [kernel.Tuned].
 func (a SiLUProductBackward) Tuning() (op, shape string) {
 	return "SiLUProductBackward", fmt.Sprintf("%dx%dx%d %v", a.Rows, a.F, a.D, a.Type) +
-		kernel.With(a.H == 0, "without h")
+		kernel.With(a.H == 0, "without h") + a.Term.shape()
 }
 
 // SetVariant sets the variant chosen by tuning.

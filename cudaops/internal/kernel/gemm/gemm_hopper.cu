@@ -1,11 +1,12 @@
 // Matrix products on Hopper (sm_90a) with the gate of a SiLU MLP applied before results are stored,
 // for bf16 and f16:
 //
-//   forward:   [gate | up] = x·weightsᵀ,  h = silu(gate) ⊙ up,  silu(a) = a·σ(a)
-//   backward:  dh = g·down,  dgate = dh ⊙ up ⊙ σ(gate)(1 + gate(1 − σ(gate))),  dup = dh ⊙ silu(gate),  and
+//   forward:   [gate | up] = x·weightsᵀ + u·bᵀ,  h = silu(gate) ⊙ up,  silu(a) = a·σ(a)
+//   backward:  dh = g·down + u·b,  dgate = dh ⊙ up ⊙ σ(gate)(1 + gate(1 − σ(gate))),  dup = dh ⊙ silu(gate),  and
 //              optionally h again
 //
-// x and g are [rows, depth], weights [2f, depth], down [depth, f], [gate | up] and [dgate | dup]
+// x and g are [rows, depth], weights [2f, depth], down [depth, f], u, which is optional, [rows,
+// termDepth], b [2f, termDepth] or [termDepth, f], [gate | up] and [dgate | dup]
 // [rows, 2f], and h [rows, f]. gate, up and dh are rounded to T before they are used, as if they
 // had been stored; dh never is.
 //
@@ -23,7 +24,7 @@ namespace gemm {
 
 // The launcher fills in Params.
 struct Params {
-  int rows, f, depth;
+  int rows, f, depth, termDepth;
   int section;  // see Schedule
 };
 
@@ -159,19 +160,20 @@ template <typename T, bool H> struct Backward : RoundedSums<T, kColumns> {
 };
 
 template <typename T>
-__device__ inline void forward(const Params &p, const TensorMap &x, const TensorMap &weights, const TensorMap &ab, const TensorMap &h) {
+__device__ inline void forward(const Params &p, const TensorMap &x, const TensorMap &weights, const TensorMap &ab, const TensorMap &h,
+                               const TensorMap &u, const TensorMap &b) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared m(sharedAddress(shared));
-  multiply<T, 0>(m, Schedule<kColumns / 2>(p.rows, p.f, p.section), p.depth, x, Both{weights},
+  multiply<T, 0>(m, Schedule<kColumns / 2>(p.rows, p.f, p.section), p.depth, x, Both{weights}, Term<Both>{u, {b}, p.termDepth},
                  [&](int warp) { return Forward<T>(p, ab, h, m, warp); });
 }
 
 template <typename T, bool H>
 __device__ inline void backward(const Params &p, const TensorMap &g, const TensorMap &down, const TensorMap &ab, const TensorMap &dab,
-                                const TensorMap *h) {
+                                const TensorMap *h, const TensorMap &u, const TensorMap &b) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared m(sharedAddress(shared));
-  multiply<T, 1>(m, Schedule<kColumns>(p.rows, p.f, p.section), p.depth, g, Right<1>{down},
+  multiply<T, 1>(m, Schedule<kColumns>(p.rows, p.f, p.section), p.depth, g, Right<1>{down}, Term<Right<1>>{u, {b}, p.termDepth},
                  [&](int warp) { return Backward<T, H>(p, ab, dab, h, m, warp); });
 }
 
@@ -179,21 +181,19 @@ __device__ inline void backward(const Params &p, const TensorMap &g, const Tenso
 }  // namespace gemm
 
 // Launch: clusters of kCluster blocks of 384 threads, as many as run at once. Dynamic shared memory: see Shared.
+#define MAP(name) const __grid_constant__ TensorMap name
 #define DEFINE(T)                                                                                                               \
   extern "C" __global__ void __launch_bounds__(384, 1) gemm_hopper_silu_mul_##T(                                                \
-      const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weights,   \
-      const __grid_constant__ TensorMap ab, const __grid_constant__ TensorMap h) {                                              \
-    BODY(forward<T>(p, x, weights, ab, h));                                                                                     \
+      const __grid_constant__ gemm::Params p, MAP(x), MAP(weights), MAP(ab), MAP(h), MAP(u), MAP(b)) {                          \
+    BODY(forward<T>(p, x, weights, ab, h, u, b));                                                                               \
   }                                                                                                                             \
   extern "C" __global__ void __launch_bounds__(384, 1) gemm_hopper_silu_mul_backward_##T(                                       \
-      const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap g, const __grid_constant__ TensorMap down,      \
-      const __grid_constant__ TensorMap ab, const __grid_constant__ TensorMap dab, const __grid_constant__ TensorMap h) {       \
-    BODY(backward<T, true>(p, g, down, ab, dab, &h));                                                                           \
+      const __grid_constant__ gemm::Params p, MAP(g), MAP(down), MAP(ab), MAP(dab), MAP(h), MAP(u), MAP(b)) {                   \
+    BODY(backward<T, true>(p, g, down, ab, dab, &h, u, b));                                                                     \
   }                                                                                                                             \
   extern "C" __global__ void __launch_bounds__(384, 1) gemm_hopper_silu_mul_backward_without_h_##T(                             \
-      const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap g, const __grid_constant__ TensorMap down,      \
-      const __grid_constant__ TensorMap ab, const __grid_constant__ TensorMap dab) {                                            \
-    BODY(backward<T, false>(p, g, down, ab, dab, nullptr));                                                                     \
+      const __grid_constant__ gemm::Params p, MAP(g), MAP(down), MAP(ab), MAP(dab), MAP(u), MAP(b)) {                           \
+    BODY(backward<T, false>(p, g, down, ab, dab, nullptr, u, b));                                                               \
   }
 DEFINE(bf16)
 DEFINE(f16)

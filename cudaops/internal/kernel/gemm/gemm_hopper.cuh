@@ -17,6 +17,8 @@
 // stored. The sums are therefore rounded to 16 bits, which takes half as many registers, and are
 // stored from there while the products of the next tile run.
 #pragma once
+#include <type_traits>
+
 #include "barrier.cuh"
 #include "registers.cuh"
 #include "wgmma.cuh"
@@ -322,17 +324,40 @@ template <class M> struct Factors {
   }
 };
 
-// Copies the operands of all tiles. Elements outside the matrices become zero.
-template <class M, class Schedule, class Right>
-__device__ inline void copyTiles(const M &m, Schedule schedule, int depth, const TensorMap &left, Right right) {
-  Tile t;
-  for (int i = 0; schedule.take(t);)
+// Term is a second product, of a depth of its own, that is added to the first one. Its steps follow
+// those of the first product in every tile.
+template <class Right> struct Term {
+  const TensorMap &left;
+  Right right;
+  int depth;  // may be 0
+};
+
+// NoTerm takes the place of a term in kernels that add none.
+struct NoTerm {
+  static constexpr int depth = 0;
+};
+
+__device__ inline int stepsOf(int depth) { return (depth + kDepth - 1) / kDepth; }
+
+// Copies the operands of one product for a tile, from fill i on.
+template <class M, class Right>
+__device__ inline void copyProduct(const M &m, int &i, int depth, const TensorMap &left, Right &right, const Tile &t, int rank) {
 #pragma unroll 1  // saves registers
-    for (int k = 0; k < depth; k += kDepth, i++) {
-      const uint32_t barrier = m.ring.fill(i, M::StageBytes);
-      copyBox<false>(m.left(i), left, barrier, k, t.row, 0);
-      right.copy(m, i, barrier, k, t, schedule.rank);
-    }
+  for (int k = 0; k < depth; k += kDepth, i++) {
+    const uint32_t barrier = m.ring.fill(i, M::StageBytes);
+    copyBox<false>(m.left(i), left, barrier, k, t.row, 0);
+    right.copy(m, i, barrier, k, t, rank);
+  }
+}
+
+// Copies the operands of all tiles. Elements outside the matrices become zero.
+template <class M, class Schedule, class Right, class Term>
+__device__ inline void copyTiles(const M &m, Schedule schedule, int depth, const TensorMap &left, Right right, Term term) {
+  Tile t;
+  for (int i = 0; schedule.take(t);) {
+    copyProduct(m, i, depth, left, right, t, schedule.rank);
+    if constexpr (!std::is_same_v<Term, NoTerm>) copyProduct(m, i, term.depth, term.left, term.right, t, schedule.rank);
+  }
 }
 
 // multiplyHeld multiplies a worker's tiles. Held stores the sums of a warp's 16 rows of a tile in
@@ -345,10 +370,10 @@ __device__ inline void copyTiles(const M &m, Schedule schedule, int depth, const
 // steps, the operands of all blocks would be delayed. A slot's work follows the start of a step's
 // products.
 template <typename T, int TransposeB, class M, class Schedule, class Held>
-__device__ inline void multiplyHeld(const M &m, Schedule schedule, int depth, int worker, Held &held) {
+__device__ inline void multiplyHeld(const M &m, Schedule schedule, int steps, int worker, Held &held) {
   constexpr uint32_t kOffset = 0x3ffff;  // an address within the block; the bits above are the block's rank
   constexpr int across = TransposeB ? kPanelBytes : 16, next = TransposeB ? 16 * 128 : 32;  // step of the right operand for 16 elements of the depth
-  const int steps = (depth + kDepth - 1) / kDepth, first = 64 * worker + uniform(threadIdx.x / 32 % 4) * 16;
+  const int first = 64 * worker + uniform(threadIdx.x / 32 % 4) * 16;
   Accumulator<1, M::Columns> sums;
   sums.clear();
   auto start = [&](int i, bool clear) {
@@ -395,8 +420,9 @@ __device__ inline void multiplyHeld(const M &m, Schedule schedule, int depth, in
 
 // multiply is the work of all threads of a block. hold(warp) returns the Held of a multiplying
 // warp.
-template <typename T, int TransposeB, class M, class Schedule, class Right, class Hold>
-__device__ inline void multiply(const M &m, const Schedule &schedule, int depth, const TensorMap &left, const Right &right, Hold hold) {
+template <typename T, int TransposeB, class M, class Schedule, class Right, class Term, class Hold>
+__device__ inline void multiply(const M &m, const Schedule &schedule, int depth, const TensorMap &left, const Right &right, const Term &term,
+                                Hold hold) {
   if (threadIdx.x == 0) {
     m.ring.init(4 * kCluster * kWorkers);  // one arrival per warp
     for (int warp = 0; warp < 4 * kWorkers; warp++) decltype(hold(warp))::init(m.barriers(warp));
@@ -406,13 +432,13 @@ __device__ inline void multiply(const M &m, const Schedule &schedule, int depth,
   meetCluster();
   if (threadIdx.x < 128) {
     giveRegisters<24>();
-    if (threadIdx.x == 0) copyTiles(m, schedule, depth, left, right);
+    if (threadIdx.x == 0) copyTiles(m, schedule, depth, left, right, term);
     __syncwarp();
   } else {
     takeRegisters<240>();
     const int warp = uniform(threadIdx.x / 32 - 4);
     auto held = hold(warp);
-    multiplyHeld<T, TransposeB>(m, schedule, depth, warp / 4, held);
+    multiplyHeld<T, TransposeB>(m, schedule, stepsOf(depth) + stepsOf(term.depth), warp / 4, held);
   }
   meetCluster();  // the other block may still write to this block's memory
 }

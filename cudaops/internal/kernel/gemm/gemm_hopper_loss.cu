@@ -135,7 +135,7 @@ struct Exponents : RoundedSums<f16, kColumns> {
 __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &terms) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared m(sharedAddress(shared));
-  multiply<bf16, 0>(m, Schedule<kColumns>(p.rows, p.columns, p.section), p.depth, x, Right<0>{w},
+  multiply<bf16, 0>(m, Schedule<kColumns>(p.rows, p.columns, p.section), p.depth, x, Right<0>{w}, NoTerm{},
                     [&](int warp) { return Exponents(p, terms, m.panels(warp)); });
 }
 

@@ -1,18 +1,18 @@
 // Matrix products on Hopper (sm_90a) for depths so small that the time to store results would be
 // noticeable. bf16 and f16 results are rounded once, after c is added:
 //
-//   nt:  y = x·wᵀ + c with w [columns, depth]
-//   nn:  y = x·w + c with w [depth, columns]
+//   nt:  y = x·wᵀ + u·bᵀ + c with w [columns, depth] and b [columns, termDepth]
+//   nn:  y = x·w + u·b + c with w [depth, columns] and b [termDepth, columns]
 //
 // Sums of float8 products are rounded before they are multiplied by their factors, and y is rounded
 // again:
 //
 //   f8:  y = (rowFactors·columnFactorsᵀ) ⊙ (x·wᵀ) + c
 //
-// x is [rows, depth], and y and c are [rows, columns]; c is optional. gemm_hopper.cuh describes the
+// x is [rows, depth], u is [rows, termDepth], and y and c are [rows, columns]; u and c are optional. gemm_hopper.cuh describes the
 // structure.
 //
-// Requirements: columns and depth are multiples of 8, and matrices are at multiples of 16 bytes.
+// Requirements: columns and depths are multiples of 8, and matrices are at multiples of 16 bytes.
 // For float8, columns and depth are multiples of 16, depth exceeds 384, and factors are at
 // multiples of 16 bytes.
 #include "gemm_hopper.cuh"
@@ -22,7 +22,7 @@ namespace gemm {
 // The launcher fills in Params.
 struct Params {
   const float *rowFactors, *columnFactors;  // for float8
-  int rows, columns, depth;
+  int rows, columns, depth, termDepth;
   int section;  // see Schedule
 };
 
@@ -147,19 +147,22 @@ template <typename T, bool Add> struct Scaled : RoundedSums<T, kColumns> {
 };
 
 template <typename T, bool TransposeB, bool Add>
-__device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &y, const TensorMap &c) {
+__device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &y, const TensorMap &c,
+                           const TensorMap &u, const TensorMap &b) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared m(sharedAddress(shared));
   multiply<T, TransposeB>(m, Schedule<kColumns>(p.rows, p.columns, p.section), p.depth, x, Right<TransposeB>{w},
+                          Term<Right<TransposeB>>{u, {b}, p.termDepth},
                           [&](int warp) { return Finished<T, Add>(p, y, c, m, warp); });
 }
 
 // For float8, where depth counts pairs of elements.
 template <typename T, bool Add>
-__device__ inline void runScaled(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &y, const TensorMap &c) {
+__device__ inline void runScaled(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &y, const TensorMap &c,
+                                 const TensorMap &, const TensorMap &) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared m(sharedAddress(shared));
-  multiply<f8x2, 0>(m, Schedule<kColumns>(p.rows, p.columns, p.section), p.depth, x, ScaledRight{w, p.columnFactors, p.columns, p.depth},
+  multiply<f8x2, 0>(m, Schedule<kColumns>(p.rows, p.columns, p.section), p.depth, x, ScaledRight{w, p.columnFactors, p.columns, p.depth}, NoTerm{},
                     [&](int warp) { return Scaled<T, Add>(p, y, c, m, warp); });
 }
 
@@ -170,8 +173,9 @@ __device__ inline void runScaled(const Params &p, const TensorMap &x, const Tens
 #define KERNEL(name, ...)                                                                                                     \
   extern "C" __global__ void __launch_bounds__(384, 1)                                                                        \
       name(const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, \
-           const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap c) {                                       \
-    BODY(__VA_ARGS__(p, x, w, y, c));                                                                                         \
+           const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap c, const __grid_constant__ TensorMap u,     \
+           const __grid_constant__ TensorMap b) {                                                                             \
+    BODY(__VA_ARGS__(p, x, w, y, c, u, b));                                                                                         \
   }
 #define DEFINE(T)                                        \
   KERNEL(gemm_hopper_plain_nt_##T, run<T, false, false>)      \

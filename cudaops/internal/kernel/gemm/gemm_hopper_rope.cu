@@ -1,12 +1,12 @@
 // The product that computes an attention's queries, keys and values on Hopper (sm_90a), for bf16
 // and f16, with RoPE applied to the queries and keys as in rope.cu:
 //
-//   s = x·weightsᵀ, rounded to T
+//   s = x·weightsᵀ + u·bᵀ, rounded to T
 //   y[i] = s[i]·cos − s[i+h]·sin,   y[i+h] = s[i+h]·cos + s[i]·sin
 //
 // The rotation applies to the pairs (i, i + h), h = D/2, of the heads in the columns before
 // `turned`, where D is the head dimension; elsewhere y = s. x is [rows, depth], weights [columns,
-// depth] and y [rows, columns], and the position of a row is row mod seq. The results have the same
+// depth], u [rows, termDepth], which is optional, b [columns, termDepth] and y [rows, columns], and the position of a row is row mod seq. The results have the same
 // bits as a product that sums in the same order followed by rope.cu.
 //
 // The table of angles holds the cosines of pairs i and i + 1 and then their sines, for even i. It
@@ -33,7 +33,7 @@ namespace gemm {
 struct Params {
   const float4 *angles;
   const float *rowFactors, *columnFactors;  // for float8
-  int rows, columns, depth, turned, seq;
+  int rows, columns, depth, termDepth, turned, seq;
   int section;  // see Schedule
 };
 
@@ -136,20 +136,22 @@ template <typename T, int D, int Columns, bool Scaled> struct Turned : RoundedSu
 };
 
 template <typename T, int D, int Columns>
-__device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &weights, const TensorMap &y) {
+__device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &weights, const TensorMap &y, const TensorMap &u,
+                           const TensorMap &b) {
   static_assert(Columns % D == 0, "heads lie within tiles");
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared<Columns> m(sharedAddress(shared));
-  multiply<T, 0>(m, Schedule<Columns>(p.rows, p.columns, p.section), p.depth, x, Right<0>{weights},
+  multiply<T, 0>(m, Schedule<Columns>(p.rows, p.columns, p.section), p.depth, x, Right<0>{weights}, Term<Right<0>>{u, {b}, p.termDepth},
                  [&](int warp) { return Turned<T, D, Columns, false>(p, y, m, warp); });
 }
 
 // For float8, where depth counts pairs of elements.
 template <typename T, int D>
-__device__ inline void runScaled(const Params &p, const TensorMap &x, const TensorMap &weights, const TensorMap &y) {
+__device__ inline void runScaled(const Params &p, const TensorMap &x, const TensorMap &weights, const TensorMap &y, const TensorMap &,
+                                 const TensorMap &) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared<256> m(sharedAddress(shared));
-  multiply<f8x2, 0>(m, Schedule<256>(p.rows, p.columns, p.section), p.depth, x, ScaledRight{weights, p.columnFactors, p.columns, p.depth},
+  multiply<f8x2, 0>(m, Schedule<256>(p.rows, p.columns, p.section), p.depth, x, ScaledRight{weights, p.columnFactors, p.columns, p.depth}, NoTerm{},
                     [&](int warp) { return Turned<T, D, 256, true>(p, y, m, warp); });
 }
 
@@ -160,8 +162,9 @@ __device__ inline void runScaled(const Params &p, const TensorMap &x, const Tens
 #define KERNEL(name, ...)                                                                                                   \
   extern "C" __global__ void __launch_bounds__(384, 1)                                                                      \
       name(const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x,                                     \
-           const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap y) {                                \
-    BODY(__VA_ARGS__(p, x, weights, y));                                                                                    \
+           const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap y,                                  \
+           const __grid_constant__ TensorMap u, const __grid_constant__ TensorMap b) {                                      \
+    BODY(__VA_ARGS__(p, x, weights, y, u, b));                                                                              \
   }
 #define DEFINE(T)                                        \
   KERNEL(gemm_hopper_rope_64_##T, run<T, 64, 256>)       \

@@ -1,13 +1,13 @@
 // A product that computes the gradient of an attention's result on Hopper (sm_90a), for bf16 and
 // f16, together with the statistics that attention's backward pass needs:
 //
-//   g = x·w, rounded to T;  for every row and head, of D columns: h, Σ_d g·y and ρ
+//   g = x·w + u·b, rounded to T;  for every row and head, of D columns: h, Σ_d g·y and ρ
 //
 // exponent.cuh defines h and ρ. All three are stored where statsOf in attention.cuh expects them.
 // The kernel also clears the counters of attention_hopper_fused.cuh: one for every 64 rows of a
 // head, plus one.
 //
-// x is [rows, depth], w [depth, columns], y and g are [rows, columns], and normalizers are [batch,
+// x is [rows, depth], w [depth, columns], u [rows, termDepth], which is optional, b [termDepth, columns], y and g are [rows, columns], and normalizers are [batch,
 // heads, seq], with rows = batch·seq and columns = heads·D. g has the same bits as the result of
 // gemm_hopper_plain.cu.
 //
@@ -27,7 +27,7 @@ struct Params {
   const float2 *normalizers;
   float *stats;
   int *counters;
-  int rows, columns, depth, seq;
+  int rows, columns, depth, termDepth, seq;
   int section;  // see Schedule
 };
 
@@ -137,11 +137,12 @@ template <typename T, int D> struct WithStatistics : RoundedSums<T, kColumns> {
 };
 
 template <typename T, int D>
-__device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &g, const TensorMap &y) {
+__device__ inline void run(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &g, const TensorMap &y,
+                           const TensorMap &u, const TensorMap &b) {
   static_assert(kColumns % D == 0 && D % 64 == 0, "heads lie within tiles, and parts within heads");
   extern __shared__ __align__(1024) unsigned char shared[];
   const Shared m(sharedAddress(shared));
-  multiply<T, 1>(m, Schedule<kColumns>(p.rows, p.columns, p.section), p.depth, x, Right<1>{w},
+  multiply<T, 1>(m, Schedule<kColumns>(p.rows, p.columns, p.section), p.depth, x, Right<1>{w}, Term<Right<1>>{u, {b}, p.termDepth},
                  [&](int warp) { return WithStatistics<T, D>(p, g, y, m, warp); });
 }
 
@@ -153,8 +154,9 @@ __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap 
   extern "C" __global__ void __launch_bounds__(384, 1)                                                                        \
       gemm_hopper_stats_##D##_##T(const __grid_constant__ gemm::Params p, const __grid_constant__ TensorMap x,               \
                                   const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap g,                  \
-                                  const __grid_constant__ TensorMap y) {                                                     \
-    BODY(run<T, D>(p, x, w, g, y));                                                                                           \
+                                  const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap u,                  \
+                                  const __grid_constant__ TensorMap b) {                                                     \
+    BODY(run<T, D>(p, x, w, g, y, u, b));                                                                                     \
   }
 #define DEFINE(T) KERNEL(64, T) KERNEL(128, T)
 DEFINE(bf16)

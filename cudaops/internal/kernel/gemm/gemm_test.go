@@ -131,11 +131,27 @@ func TestLaunches(t *testing.T) {
 		LinearCrossEntropy{Terms: p, Scaled: p, Factors: p, Losses: p, X: p, W: p,
 			Targets: p, Scale: p, Workspace: p, Rows: 3, V: 16, D: 512, Type: kerneltest.Bf16},
 		ScaleRows{X: p, Factors: p, Rows: 3, D: 16},
+		ScaledRows{Y: p, X: p, Factors: p, Rows: 6, Columns: 16, Type: kerneltest.F32},
+		BlockDiagonal{Y: p, Blocks: [3]gpu.Ptr{p, p, 0}, Rows: [3]int{6, 8, 2}, Columns: [3]int{2, 3, 0},
+			Size: 2, Back: true},
+		ColumnProduct{Y: p, X: p, V: p, Workspace: p, Rows: 70, Columns: 520, Narrow: 72,
+			Type: kerneltest.Bf16, YType: kerneltest.F32},
 	}
 
 	for i, maybe := range []gpu.Ptr{0, p} {
+		term := Term{maybe, maybe, 16 * i}
+		turned.Term = term
 		launches = append(launches,
-			SiLUProductBackward{H: maybe, DAB: p, G: p, Down: p, AB: p,
+			RowProduct{Y: p, X: p, W: p, Rows: 70, Columns: 72, D: 136, TransW: i > 0, Scale: 2,
+				Type: kerneltest.F16},
+			ProductSum{Product: Product{Y: p, X: p, W: p, C: maybe, Type: kerneltest.Bf16,
+				Rows: 6, Columns: 264, D: 72, TransW: i > 0}, Term: term},
+			SiLUProduct{H: p, AB: p, X: p, Weights: p, Term: term,
+				Gate: Gate{Rows: 3, F: 8, D: 16, Type: kerneltest.F16}},
+			StatisticsProduct{G: p, X: p, W: p, Y: p, Normalizers: p, Workspace: p, Type: kerneltest.F16,
+				D: 72, Term: term, Geometry: attention.Geometry{Batch: 1, Seq: 128, Heads: 3, KVHeads: 3,
+					HeadDim: 64}},
+			SiLUProductBackward{H: maybe, DAB: p, G: p, Down: p, AB: p, Term: term,
 				Gate: Gate{Rows: 3, F: 8, D: 16, Type: kerneltest.F16}},
 			Product{Y: p, X: p, W: p, C: maybe, ScaleX: p, ScaleW: p, Type: kerneltest.Bf16,
 				Rows: 6, Columns: 256, D: 400, TransW: true, Float8: true},
@@ -178,7 +194,8 @@ func TestLaunches(t *testing.T) {
 		}
 	}
 
-	require.Equal(t, len(launches)+2, count, "the output layer's loss has three kernels")
+	require.Equal(t, len(launches)+3, count,
+		"the output layer's loss has three kernels, and the product of columns two")
 	for _, dim := range []int{64, 128} {
 		require.LessOrEqual(t, turnedTiles[dim].stages, float8MinDepth/(2*gemmDepth)+1)
 	}
@@ -219,6 +236,19 @@ func TestVariants(t *testing.T) {
 	takes(t, Product{Rows: 6, Columns: 264, D: 72, Type: kerneltest.F16},
 		func(a *Product) { a.Columns = 260 }, func(a *Product) { a.D = 76 },
 		func(a *Product) { a.Type = kerneltest.F32 })
+	takes(t, ProductSum{Product: Product{Rows: 6, Columns: 264, D: 72, Type: kerneltest.F16},
+		Term: Term{D: 16}}, func(a *ProductSum) { a.Columns = 260 }, func(a *ProductSum) { a.Term.D = 12 },
+		func(a *ProductSum) { a.Float8 = true })
+	takes(t, SiLUProduct{Gate: Gate{Rows: 3, F: 8, D: 16, Type: kerneltest.Bf16}, Term: Term{D: 8}},
+		func(a *SiLUProduct) { a.Term.D = 4 })
+	takes(t, SiLUProductBackward{Gate: Gate{Rows: 3, F: 8, D: 16, Type: kerneltest.Bf16}, Term: Term{D: 8}},
+		func(a *SiLUProductBackward) { a.Term.D = 4 })
+	takes(t, RowProduct{Rows: 6, Columns: 48, D: 72, Type: kerneltest.F16},
+		func(a *RowProduct) { a.Columns = 12 }, func(a *RowProduct) { a.D = 76 },
+		func(a *RowProduct) { a.Columns = 264 }, func(a *RowProduct) { a.Type = kerneltest.F32 })
+	takes(t, ColumnProduct{Rows: 6, Columns: 48, Narrow: 8, Type: kerneltest.F16, YType: kerneltest.F32},
+		func(a *ColumnProduct) { a.Columns = 12 }, func(a *ColumnProduct) { a.Narrow = 12 },
+		func(a *ColumnProduct) { a.YType = kerneltest.F16 }, func(a *ColumnProduct) { a.Type = kerneltest.F32 })
 	takes(t, Product{Rows: 6, Columns: 256, D: 400, TransW: true, Float8: true,
 		Type: kerneltest.Bf16}, func(a *Product) { a.TransW = false },
 		func(a *Product) { a.Columns = 264 }, func(a *Product) { a.D = 408 },
@@ -257,6 +287,9 @@ func TestConstantsMatchSources(t *testing.T) {
 		"gemm_hopper_plain.cu": {fmt.Sprintf("kColumns = %d, kStages = %d,",
 			plainColumns, plainStages),
 			"Memory<kColumns, kStages, 2 * kPanel>;"},
+		"gemm_hopper_narrow.cu": {fmt.Sprintf("kSide = %d,", narrowSide),
+			fmt.Sprintf("kRowsStages = %d, kColumnsStages = %d, kColumnsPanels = %d;", narrowRowsStages,
+				narrowColumnsStages, narrowColumnsPanels)},
 		"gemm_hopper_stats.cu": {fmt.Sprintf("kColumns = %d, kStages = %d,",
 			statsColumns, statsStages), "Memory<kColumns, kStages, 2 * kPanel>;"},
 		"gemm_symmetric.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;",

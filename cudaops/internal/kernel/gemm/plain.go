@@ -1,6 +1,8 @@
 package gemm
 
 import (
+	"fmt"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
@@ -36,15 +38,20 @@ func (a Product) Variants(k *kernel.Set) []kernel.Variant {
 }
 
 // Launch enqueues one kernel.
-func (a Product) Launch(q *kernel.Queue) {
+func (a Product) Launch(q *kernel.Queue) { a.launch(q, Term{}) }
+
+// launch enqueues one kernel that computes the product plus a term.
+func (a Product) launch(q *kernel.Queue, t Term) {
 	d, shared := a.D, warpShared(plainColumns, plainStages, plainWarpBytes)
 	symbol, right := "nn", matrix(a.W, a.Columns, a.D, 64, gemmDepth)
+	more := matrix(t.W, a.Columns, t.D, 64, gemmDepth)
 	if a.Float8 { // the copies treat pairs as one element
 		d, shared = d/2, shared+factorBytes(plainColumns)
 	}
 
 	if a.TransW {
 		symbol, right = "nt", matrix(a.W, d, a.Columns, gemmDepth, plainColumns/gemmCluster)
+		more = matrix(t.W, t.D, a.Columns, gemmDepth, plainColumns/gemmCluster)
 	}
 
 	if a.Float8 {
@@ -59,8 +66,38 @@ func (a Product) Launch(q *kernel.Queue) {
 
 	result.stored = a.C != a.Y // otherwise poisoning would destroy the input
 	gemmLaunch{unit: "gemm_hopper_plain", dtype: a.Type, shared: shared,
-		symbol:   "gemm_hopper_plain_" + symbol + kernel.Suffix(a.Type),
-		params:   kernel.Struct{a.ScaleX, a.ScaleW, a.Rows, a.Columns, d, gemmSection},
-		matrices: []gemmMatrix{matrix(a.X, d, a.Rows, gemmDepth, gemmRows), right, result, added},
+		symbol: "gemm_hopper_plain_" + symbol + kernel.Suffix(a.Type),
+		params: kernel.Struct{a.ScaleX, a.ScaleW, a.Rows, a.Columns, d, t.D, gemmSection},
+		matrices: append([]gemmMatrix{matrix(a.X, d, a.Rows, gemmDepth, gemmRows), right, result, added},
+			t.matrices(a.Rows, more, a.W)...),
 	}.run(q)
 }
+
+// ProductSum computes the product plus a term, and rounds once: Y = X·Wᵀ + C + Term.X·Term.Wᵀ, or
+// without transpositions. Float8 is not supported.
+type ProductSum struct {
+	Product
+	Term    Term
+	Variant kernel.Variant
+}
+
+// Variants returns the variants that accept the launch: those of the product if the depth of the term
+// is a multiple of 8.
+func (a ProductSum) Variants(k *kernel.Set) []kernel.Variant {
+	if a.Float8 || !a.Term.takes() {
+		return nil
+	}
+	return a.Product.Variants(k)
+}
+
+// Launch enqueues one kernel.
+func (a ProductSum) Launch(q *kernel.Queue) { a.launch(q, a.Term) }
+
+// Tuning implements [kernel.Tuned].
+func (a ProductSum) Tuning() (op, shape string) {
+	return "ProductSum", fmt.Sprintf("%dx%dx%d %v", a.Rows, a.Columns, a.D, a.Type) + a.Term.shape() +
+		kernel.With(a.TransW, "transposed") + kernel.With(a.C != 0, "with a matrix added")
+}
+
+// SetVariant sets the variant chosen by tuning.
+func (a *ProductSum) SetVariant(w kernel.Variant) { a.Variant = w }

@@ -20,6 +20,7 @@ type RoPEProduct struct {
 	Turned, Seq, HeadDim  int // row r has position r mod Seq
 	Float8                bool
 	Type                  gpu.DType // of Y and, without Float8, of X and Weights
+	Term                  Term      // added to X·Weightsᵀ; not with Float8
 	Variant               kernel.Variant
 }
 
@@ -49,8 +50,8 @@ func RoPEAngleAt(position, pair, h int) int {
 // exceed 384, and heads must have 64 or 128 features.
 func (a RoPEProduct) Variants(k *kernel.Set) []kernel.Variant {
 	return onHopper(k, fused, turnedTiles[a.HeadDim].columns > 0 &&
-		a.Type.Size() == 2 && a.Columns%8 == 0 && a.D%8 == 0 &&
-		(!a.Float8 || a.HeadDim != 96 && float8Product(a.Columns, a.D, a.Type)))
+		a.Type.Size() == 2 && a.Columns%8 == 0 && a.D%8 == 0 && a.Term.takes() &&
+		(a.Term.D == 0 || !a.Float8) && (!a.Float8 || a.HeadDim != 96 && float8Product(a.Columns, a.D, a.Type)))
 }
 
 // turnedTiles is the shape of gemm_hopper_rope.cu by head dimension: the columns of a tile and the
@@ -67,21 +68,23 @@ func (a RoPEProduct) Launch(q *kernel.Queue) {
 		d, shared, symbol = d/2, shared+factorBytes(tile.columns), "gemm_hopper_rope_f8"
 	}
 
+	more := matrix(a.Term.W, a.Term.D, a.Columns, gemmDepth, tile.columns/gemmCluster)
 	gemmLaunch{unit: "gemm_hopper_rope", shared: shared, dtype: a.Type,
 		symbol: fmt.Sprintf("%s_%d%s", symbol, a.HeadDim, kernel.Suffix(a.Type)),
-		params: kernel.Struct{a.Angles, a.ScaleX, a.ScaleWeights, a.Rows, a.Columns, d, a.Turned,
-			a.Seq, gemmSection},
-		matrices: []gemmMatrix{
+		params: kernel.Struct{a.Angles, a.ScaleX, a.ScaleWeights, a.Rows, a.Columns, d, a.Term.D,
+			a.Turned, a.Seq, gemmSection},
+		matrices: append([]gemmMatrix{
 			matrix(a.X, d, a.Rows, gemmDepth, gemmRows),
 			matrix(a.Weights, d, a.Columns, gemmDepth, tile.columns/gemmCluster),
 			matrix(a.Y, a.Columns, a.Rows, 64, turnedRows).storing(),
-		}}.run(q)
+		}, a.Term.matrices(a.Rows, more, a.Weights)...)}.run(q)
 }
 
 // Tuning implements [kernel.Tuned].
 func (a RoPEProduct) Tuning() (op, shape string) {
 	return "RoPEProduct", fmt.Sprintf("%dx%dx%d, %d turned of %d, sequences of %d, %v", a.Rows,
-		a.Columns, a.D, a.Turned, a.HeadDim, a.Seq, a.Type) + kernel.With(a.Float8, "of float8")
+		a.Columns, a.D, a.Turned, a.HeadDim, a.Seq, a.Type) + kernel.With(a.Float8, "of float8") +
+		a.Term.shape()
 }
 
 // SetVariant sets the variant chosen by tuning.

@@ -17,6 +17,7 @@ type StatisticsProduct struct {
 	attention.Geometry
 	D       int
 	Type    gpu.DType
+	Term    Term // added to X·W
 	Variant kernel.Variant
 }
 
@@ -29,7 +30,7 @@ const statsColumns, statsStages, statsWarpBytes = 256, 4, 2 * 16 * 128
 // multiple of 8. With a negative scale no backward pass could use the result.
 func (a StatisticsProduct) Variants(k *kernel.Set) []kernel.Variant {
 	return onHopper(k, fused, a.Type.Size() == 2 && (a.HeadDim == 64 || a.HeadDim == 128) &&
-		a.Seq%attention.StatisticsTile == 0 && a.D%8 == 0 && a.Scale >= 0)
+		a.Seq%attention.StatisticsTile == 0 && a.D%8 == 0 && a.Scale >= 0 && a.Term.takes())
 }
 
 // Launch enqueues one kernel.
@@ -41,19 +42,20 @@ func (a StatisticsProduct) Launch(q *kernel.Queue) {
 	gemmLaunch{unit: "gemm_hopper_stats", dtype: a.Type,
 		symbol: fmt.Sprintf("gemm_hopper_stats_%d%s", a.HeadDim, kernel.Suffix(a.Type)),
 		shared: warpShared(statsColumns, statsStages, statsWarpBytes),
-		params: kernel.Struct{a.Normalizers, a.Workspace, counters, rows, columns, a.D, a.Seq, gemmSection},
-		matrices: []gemmMatrix{
+		params: kernel.Struct{a.Normalizers, a.Workspace, counters, rows, columns, a.D, a.Term.D,
+			a.Seq, gemmSection},
+		matrices: append([]gemmMatrix{
 			matrix(a.X, a.D, rows, gemmDepth, gemmRows),
 			matrix(a.W, columns, a.D, 64, gemmDepth),
 			matrix(a.G, columns, rows, 64, 16).storing(),
 			matrix(a.Y, columns, rows, 64, 16),
-		}}.run(q)
+		}, a.Term.matrices(rows, matrix(a.Term.W, columns, a.Term.D, 64, gemmDepth), a.W)...)}.run(q)
 }
 
 // Tuning implements [kernel.Tuned].
 func (a StatisticsProduct) Tuning() (op, shape string) {
 	return "StatisticsProduct", fmt.Sprintf("%dx%d, %d heads of %d, depth %d, %v", a.Batch, a.Seq,
-		a.Heads, a.HeadDim, a.D, a.Type)
+		a.Heads, a.HeadDim, a.D, a.Type) + a.Term.shape()
 }
 
 // SetVariant sets the variant chosen by tuning.
