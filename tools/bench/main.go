@@ -190,12 +190,14 @@ func (o options) run(device string, repeat int, against string) error {
 // gpuGroups returns the groups of cudabench, and the groups measured through the public machine.
 func gpuGroups() []string {
 	return append(cudabench.Groups(), "loss", "train", "train-f8", "train-bf16-gradients",
-		"recompute", "train-kasmina", ofPublished)
+		"recompute", "train-kasmina", ofPublished, ofTuning)
 }
 
 func modelNames() (names []string) {
-	for _, s := range sizes {
-		names = append(names, s.name)
+	for _, s := range append(slices.Clip(sizes), tuned...) {
+		if !slices.Contains(names, s.name) {
+			names = append(names, s.name)
+		}
 	}
 	return names
 }
@@ -214,7 +216,7 @@ func (o *options) check(groups []string) error {
 	}
 
 	for _, name := range o.models {
-		if !slices.ContainsFunc(sizes, func(s size) bool { return s.name == name }) {
+		if !slices.Contains(modelNames(), name) {
 			return fmt.Errorf("unknown model %q, want some of %s", name,
 				strings.Join(modelNames(), ", "))
 		}
@@ -294,7 +296,7 @@ func onGPU(o options) error {
 		}
 	}
 
-	return nil
+	return o.tunings(device)
 }
 
 // begin prints the first line of a run, unless the earlier run was on another machine.

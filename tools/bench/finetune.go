@@ -1,0 +1,171 @@
+package main
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/internal/half"
+	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/optim"
+)
+
+// ofTuning is the name of the group that tunes low-rank adapters of rank tunedRank on all linear layers,
+// with scale 2.
+const (
+	ofTuning  = "finetune"
+	tunedRank = 16
+)
+
+// tuned lists the models of the group: Llama-3.2-1B and Llama-3.1-8B, with random weights.
+var tuned = []size{
+	{"llama3.2-1B", llm.Config{Vocab: 128256, Dim: 2048, Layers: 16, Heads: 32, KVHeads: 8,
+		FF: 8192, Seq: 4096, Base: 5e5, Traits: llm.Traits{Scaling: op.RoPEScaling{Factor: 32,
+			LowFreq: 1, HighFreq: 4, Original: 8192}}}, 4, true},
+	{"llama3.1-8B", llm.Config{Vocab: 128256, Dim: 4096, Layers: 32, Heads: 32, KVHeads: 8,
+		FF: 14336, Seq: 4096, Base: 5e5, Untied: true, Traits: llm.Traits{Scaling: op.RoPEScaling{
+			Factor: 8, LowFreq: 1, HighFreq: 4, Original: 8192}}}, 2, true},
+}
+
+// tunings measures the chosen models of the group.
+func (o options) tunings(device *cudaops.Device) error {
+	if !o.has(ofTuning) {
+		return nil
+	}
+
+	for _, s := range tuned {
+		if !slices.Contains(o.models, s.name) {
+			continue
+		}
+		if o.batch > 0 {
+			s.batch = o.batch
+		}
+		if err := s.tune(device, o); err != nil {
+			return fmt.Errorf("%s: %w", s.name, err)
+		}
+	}
+
+	return nil
+}
+
+// tune measures steps that tune adapters.
+func (s size) tune(device *cudaops.Device, o options) (err error) {
+	start := time.Now()
+	t, err := s.beginTuning(device, o)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, t.machine.Close()) }()
+
+	for i := range warmUp {
+		if err := t.step(); err != nil {
+			return err
+		}
+		if i == 0 {
+			fmt.Fprintf(os.Stderr, "%s: the first step was done after %.1f s\n", t.name,
+				time.Since(start).Seconds())
+		}
+	}
+
+	if err := t.time(o.steps); err != nil {
+		return err
+	}
+
+	r, err := t.result(o)
+	if err != nil {
+		return err
+	}
+
+	r.Bench = t.name
+	r.TFLOPs = rounded(r.TFLOPs*2/3, 1) // frozen weights have no gradients
+	return emit(r)
+}
+
+// beginTuning returns a training of adapters. The weights exist only on the device.
+func (s size) beginTuning(device *cudaops.Device, o options) (*training, error) {
+	c := s.config.Default()
+	targets, err := c.MatchLayers(llm.AllLinear)
+	if err != nil {
+		return nil, err
+	}
+
+	c.Adapter = llm.LoRA{Rank: tunedRank, Alpha: 2 * tunedRank, Targets: targets}
+	if err := c.Check(); err != nil {
+		return nil, err
+	}
+
+	m, learned := llm.Outline(c), 0
+	r := rand.New(rand.NewPCG(1, 2))
+	for i, p := range slices.Collect(c.Specs()) {
+		if !llm.IsAdapterParam(p.Name) {
+			continue
+		}
+		x := make([]float32, tensor.Shape(p.Shape).TotalSize())
+		for k := range x {
+			x[k] = float32(p.Deviation * r.NormFloat64())
+		}
+		m.Params[i].Value = tensor.New(tensor.WithShape(p.Shape...), tensor.WithBacking(x))
+		learned += len(x)
+	}
+
+	g, err := llm.BuildGraph(m, llm.ForTraining, s.batch)
+	if err != nil {
+		return nil, err
+	}
+
+	opts := []cudaops.MachineOption{cudaops.WithParams(g.Learning...), cudaops.WithOutputs(g.Loss),
+		cudaops.WithFrozen(randomWeights(), g.Frozen()...), cudaops.WithPrecision(o.precision),
+		cudaops.WithTuning(o.tune), cudaops.WithStrict()}
+	machine, err := cudaops.NewMachine(device, g.G, opts...)
+	if err != nil {
+		return nil, err
+	}
+
+	opt, err := optim.NewAdamW(optim.WithLR(1e-4))
+	if err == nil {
+		err = machine.SetOptimizer(opt, o.clip)
+	}
+	if err != nil {
+		return nil, errors.Join(err, machine.Close())
+	}
+
+	return &training{size: s, name: "finetune_" + s.name + "_lora16", params: learned, machine: machine,
+		loss: g.Loss, next: s.batches(g)}, nil
+}
+
+// randomWeights returns a function for [cudaops.WithFrozen]. Norms are 1, and other weights are normal
+// numbers with a standard deviation of 0.02, which repeat.
+func randomWeights() func(n *gorgonia.Node, put func([]byte, cudaops.Precision) error) error {
+	const numbers = 1<<20 + 7
+	drawn, ones := make([]byte, 0, 2*numbers), make([]byte, 0, 2*numbers)
+	r := rand.New(rand.NewPCG(3, 4))
+	for range numbers {
+		drawn = binary.LittleEndian.AppendUint16(drawn, uint16(half.NewBFloat16(float32(0.02*r.NormFloat64()))))
+		ones = binary.LittleEndian.AppendUint16(ones, uint16(half.NewBFloat16(1)))
+	}
+
+	return func(n *gorgonia.Node, put func([]byte, cudaops.Precision) error) error {
+		from := drawn
+		if strings.Contains(n.Name(), "norm") {
+			from = ones
+		}
+		for left := 2 * n.Shape().TotalSize(); left > 0; {
+			part := from[:min(left, len(from))]
+			if err := put(part, cudaops.BFloat16); err != nil {
+				return err
+			}
+			left -= len(part)
+		}
+		return nil
+	}
+}
