@@ -398,7 +398,7 @@ func TestFaultyCommands(t *testing.T) {
 		"go run ./examples/nothing":                                  false,
 		"go run ./tools/bench growth -onlys":                         false,
 		"go run ./tools/bench study -limit 9m blocks=3":              true,
-		"go run ./tools/bench study -only static":                    false,
+		"go run ./tools/bench study -begin 0.1":                      false,
 		"go run ./tools/bench growth -limit 9m":                      false,
 		"go test ./nothing":                                          false,
 		"go test ./op -run TestNothingAtAll":                         false,
