@@ -74,7 +74,7 @@ type StreamOptions struct {
 //     or chunks of any other size,
 //   - only the kinds Residual, AttentionGate, MLPExpansion and ConvFilter,
 //   - telemetry that is off or reduced exactly, without histograms ([state.Telemetry]),
-//   - batches of at most 512 KiB in the stream's precision, unless the mode is StreamPersistent, and
+//   - batches of at most 4 MiB in the stream's precision, unless the mode is StreamPersistent, and
 //   - room for all blocks of the kernel on the GPU.
 //
 // A batch sees the lattices as of its [Stream.Submit]: a change of a stage, α or slot takes effect with
@@ -110,9 +110,9 @@ type streamPlace struct {
 	err         error
 }
 
-// largestStreamBatch is the limit, in bytes, for the persistent kernel in the mode StreamAuto. A launch of
-// a larger batch fills the GPU.
-const largestStreamBatch = 512 << 10
+// largestStreamBatch is the limit, in bytes, for the persistent kernel in the mode StreamAuto. It is the
+// largest size that has been measured; see docs/lab/stream.md.
+const largestStreamBatch = 4 << 20
 
 // NewStream returns a stream that computes y, the result of one or more layers made with [op.Kasmina], one
 // applied to the result of the other. The input of the first layer becomes the input of the stream. The
@@ -167,8 +167,7 @@ func (s *Stream) persistentFits() error {
 	case s.options.Mode == StreamLaunches:
 		return errors.New("the mode is StreamLaunches")
 	case s.options.Mode == StreamAuto && bytes > largestStreamBatch:
-		return fmt.Errorf("a batch has %d bytes, and launches should be faster from %d on", bytes,
-			largestStreamBatch)
+		return fmt.Errorf("a batch has %d bytes, more than %d", bytes, largestStreamBatch)
 	}
 	return s.chain.launch(s.options).Check(s.device.info)
 }

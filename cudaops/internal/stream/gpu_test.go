@@ -254,7 +254,7 @@ func TestIdle(t *testing.T) {
 // TestManyInFlight keeps the ring full, so that the blocks of a team work on different batches.
 func TestManyInFlight(t *testing.T) {
 	g := kerneltest.NewRig(t)
-	for _, layers := range [][]int{{1000}, {1000, 1000}, {100, 200}} {
+	for _, layers := range [][]int{{1000}, {1000, 1000}, {100, 250}} {
 		c := chainCase{64, layers, 4000, 64, kerneltest.Bf16}
 		g.Scope(c.String(), func(g *kerneltest.Rig) {
 			r := newChain(g, c, 50*time.Millisecond)

@@ -197,6 +197,9 @@ func (k *Kernel) revive() error {
 	return nil
 }
 
+// spins is the number of times that Wait polls before it lets other goroutines run.
+const spins = 100
+
 // pollsPerCheck is the number of unsuccessful polls between checks that the kernel is still running.
 const pollsPerCheck = 1 << 10
 
@@ -288,14 +291,16 @@ func (k *Kernel) Stop(ctx context.Context) error {
 
 // Wait waits until a batch is done. If ctx ends first, it returns its cause.
 func (k *Kernel) Wait(ctx context.Context, batch uint64) error {
-	for {
+	for i := 1; ; i++ {
 		if done, err := k.Done(batch); done || err != nil {
 			return err
 		}
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		runtime.Gosched()
+		if i%spins == 0 {
+			runtime.Gosched()
+		}
 	}
 }
 
