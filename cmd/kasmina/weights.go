@@ -36,8 +36,11 @@ func (o *common) openInference(stderr io.Writer) (*cudaops.Device, cudaops.Preci
 	}
 
 	device, precision, err := o.open(stderr)
-	if errors.Is(err, cpuops.ErrNoBFloat16) { // weights in bfloat16 need no such instructions
+	switch {
+	case errors.Is(err, cpuops.ErrNoBFloat16): // weights in bfloat16 need no such instructions
 		return nil, cudaops.BFloat16, nil
+	case err == nil && device == nil:
+		return nil, precision, cpuops.UseBFloat16(false) // only the weights are rounded
 	}
 	return device, precision, err
 }
