@@ -202,12 +202,12 @@ func (m *Model) merged() (*Model, error) {
 	c := m.Config
 	c.Adapter = LoRA{}
 
-	// An adapter of the embedding or of the output layer leaves the other one as it is.
+	// An adapter of the embedding does not change the output layer, and vice versa.
 	c.Untied = c.Untied || m.Config.adapts(EmbeddingLayer) || m.Config.adapts(OutputLayer)
 	next := &Model{Config: c, byName: map[string]int{}}
 	for p := range c.Specs() {
 		v := m.Param(p.Name)
-		if v == nil { // the output layer of a model whose layers were tied
+		if v == nil { // the layers were tied
 			v = m.Param(m.Config.headParam())
 		}
 		next.byName[p.Name] = len(next.Params)

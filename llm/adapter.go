@@ -44,7 +44,7 @@ type LoRA struct {
 	// [Config.MatchLayers] resolves patterns.
 	//
 	// An adapter of the embedding adds s·b·a[id] to the vector of a token, without Magnitude and Dropout.
-	// The output layer is adapted on its own, even if its weight is that of the embedding.
+	// The output layer has its own adapter even if it shares its weight with the embedding.
 	Targets []string `json:"targets"`
 
 	// Ranks and Alphas override Rank and Alpha for individual targets.
@@ -115,9 +115,10 @@ func (c Config) layerParam(layer string) string {
 	return layer + ".weight"
 }
 
-// MatchLayers returns the linear layers, and the embedding and the output layer, that at least one pattern
-// matches. A pattern is [AllLinear], which leaves out the latter two, a layer's name, or the part of a name after a dot, such as "q_proj" or "self_attn.q_proj". It may
-// contain the wildcards of [path.Match], as in "layers.[0-3].*.q_proj". It is an error if a pattern
+// MatchLayers returns the layers that at least one pattern matches: linear layers of blocks, the
+// embedding and the output layer. A pattern is [AllLinear], which stands for the linear layers of all
+// blocks, a layer's name, or the part of a name after a dot, such as "q_proj" or "self_attn.q_proj". It
+// may contain the wildcards of [path.Match], as in "layers.[0-3].*.q_proj". It is an error if a pattern
 // matches nothing.
 func (c Config) MatchLayers(patterns ...string) ([]string, error) {
 	all := c.adaptable()

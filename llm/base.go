@@ -12,7 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 )
 
-// omitsBase reports whether checkpoints of the run leave out the parameters that do not learn.
+// omitsBase reports whether checkpoints of the run contain only the parameters that learn.
 func (t *Trainer) omitsBase() bool {
 	if !t.Config.OmitBase || len(t.Config.Tuned) == 0 && !t.Config.adapted {
 		return false
@@ -28,7 +28,7 @@ func (t *Trainer) omitsBase() bool {
 // omitsNothing is the function of files with all parameters.
 func omitsNothing(string) bool { return false }
 
-// omitted returns a function that reports which parameters a checkpoint leaves out.
+// omitted returns a function that reports which parameters are missing from a checkpoint.
 func (t *Trainer) omitted(f *modelfile.File) func(param string) bool {
 	if f.Metadata[modelfile.BaseKey] == "" {
 		return omitsNothing
@@ -51,7 +51,8 @@ func (t *Trainer) fileShape(f *modelfile.File, l layout) modelfile.Shape {
 	return s
 }
 
-// checkBase returns an error if a checkpoint leaves out the parameters of another model than the trainer's.
+// checkBase returns an error if a checkpoint without frozen parameters belongs to another model than the
+// trainer's.
 func (t *Trainer) checkBase(f *modelfile.File) error {
 	want := f.Metadata[modelfile.BaseKey]
 	if want == "" {

@@ -12,8 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 )
 
-// omitting returns trainers whose checkpoints leave out the parameters that do not learn, and the first
-// names of those that do.
+// omitting returns functions that make trainers with the option OmitBase.
 func omitting(t *testing.T) map[string]func(seed uint64) *Trainer {
 	c := maskedConfig()
 	tuned, err := c.LastBlocks(1)

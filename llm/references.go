@@ -18,8 +18,8 @@ type ReferencedPairs interface {
 	References() []float64
 	// SetReferences sets all numbers.
 	SetReferences([]float64) error
-	// ComputeReferences returns the numbers, given a function that returns the log-probabilities of the
-	// targets of a batch. Answers whose batch has nil log-probabilities get 0.
+	// ComputeReferences returns the numbers, given a function that computes the log-probabilities of a
+	// batch's targets. If that function returns nil for a batch, the batch's answers get 0.
 	ComputeReferences(logProbs func(data.Batch) ([]float64, error)) ([]float64, error)
 }
 
@@ -98,7 +98,7 @@ func (r *References) compute(u Turn, e PreferenceMeter, set ReferencedPairs) ([]
 		return nil, err
 	}
 
-	// Each number comes from one rank, and is 0 at the others.
+	// Each number was computed by one rank, and is 0 everywhere else.
 	sum := make([]float64, len(own))
 	for from, part := range all {
 		if len(part) != len(text) {

@@ -18,8 +18,8 @@ import (
 // noAdapter is the index of texts that use the model without an adapter.
 const noAdapter = -1
 
-// selectable holds the adapters among which a graph chooses for each row, by the name of the linear layer.
-// An adapter that leaves out a layer is nil there.
+// selectable holds the adapters among which a graph chooses for each row, by the name of the linear
+// layer. An adapter without such a layer is nil there.
 type selectable map[string][]*lowrank.Adapter
 
 // selectableOf prepares adapters for a model that has none itself. norms returns the norms of the rows of a

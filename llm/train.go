@@ -56,8 +56,8 @@ type TrainConfig struct {
 	// case. [Config.LastBlocks] names the parameters of the last blocks.
 	Tuned []string
 
-	// Preference trains on preference pairs with the given loss, unless it is nil. The loader must return
-	// pairs, as that of package chatdata for pairs does, and the trainer needs the part [NewReferences].
+	// Preference trains on preference pairs with the given loss, unless it is nil. It requires a loader
+	// of pairs, such as chatdata.Pairs.Loader returns, and the part [NewReferences].
 	Preference *op.Preference
 
 	// Budget, unless zero, stops the run after the step that exhausts it.
@@ -66,8 +66,9 @@ type TrainConfig struct {
 	// of the Budget, which must be set; nil means 1.
 	Annealing optim.Annealing
 
-	// OmitBase makes checkpoints leave out the parameters that do not learn, if there are any. A checkpoint
-	// then has a digest of them, and Resume needs a model with the same. [LoadModel] refuses it.
+	// OmitBase writes checkpoints without the parameters that do not learn, if there are any. A
+	// checkpoint contains their digest instead. Resume requires a model with the same parameters, and
+	// [LoadModel] refuses the file.
 	OmitBase bool
 
 	// Engine creates the engine that computes the steps; nil selects the CPU. It receives the TrainConfig

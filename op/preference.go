@@ -74,8 +74,9 @@ func (p Preference) Check() error {
 	return nil
 }
 
-// A preferencePair holds the sums for a pair: the log-probabilities of the answers minus those of the
-// reference, and the numbers of their tokens. Index 0 belongs to the chosen answer, 1 to the rejected one.
+// A preferencePair holds the sums for a pair: the differences between the log-probabilities of the
+// answers here and under the reference, and the numbers of tokens. Index 0 belongs to the chosen answer,
+// 1 to the rejected one.
 type preferencePair struct {
 	ratio [2]float64
 	rows  [2]float64
@@ -118,7 +119,7 @@ func sigmoid(x float64) float64 { return 1 / (1 + math.Exp(-x)) }
 // minus the log-probability that the reference gives it.
 type PreferenceFigures struct {
 	Pairs    int     `json:"pairs"`
-	Right    int     `json:"right"`    // pairs whose chosen answer has the higher reward
+	Right    int     `json:"right"`    // pairs in which the chosen answer has the higher reward
 	Chosen   float64 `json:"chosen"`   // sum of the rewards of the chosen answers
 	Rejected float64 `json:"rejected"` // sum of the rewards of the rejected answers
 }
@@ -129,7 +130,7 @@ func (f PreferenceFigures) Plus(g PreferenceFigures) PreferenceFigures {
 		f.Rejected + g.Rejected}
 }
 
-// Accuracy returns the share of the pairs whose chosen answer has the higher reward.
+// Accuracy returns the share of the pairs in which the chosen answer has the higher reward.
 func (f PreferenceFigures) Accuracy() float64 { return float64(f.Right) / float64(f.Pairs) }
 
 // Margin returns the mean difference of the rewards of a pair.

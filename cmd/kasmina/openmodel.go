@@ -14,12 +14,12 @@ import (
 	"github.com/kasmina-go/kasmina/llm/serve"
 )
 
-// adapterFlag adds --adapter for a command that uses a model with at most one of them.
+// adapterFlag adds --adapter for a command that uses a model with at most one adapter.
 func (o *common) adapterFlag(c *cobra.Command) {
 	c.Flags().StringArrayVar(&o.adapters, "adapter", nil, "`directory` of adapters for the model, in the format of PEFT")
 }
 
-// adapterFlags adds --adapter for a command that uses any number of them.
+// adapterFlags adds --adapter for a command that uses a model with any number of adapters.
 func (o *common) adapterFlags(c *cobra.Command) {
 	c.Flags().StringArrayVar(&o.adapters, "adapter", nil,
 		"`directory` of adapters for the model, in the format of PEFT; can be given several times")
@@ -84,7 +84,7 @@ func (o *common) openOne(ctx context.Context) (*openedModel, error) {
 	return m, err
 }
 
-// baseOf returns the folder of the model to which adapters belong.
+// baseOf returns the folder of the model that adapters were made for.
 func baseOf(dir string) (string, error) {
 	base, err := hf.AdapterBase(dir)
 	if err != nil {

@@ -19,8 +19,8 @@ type Pairs struct {
 }
 
 // NewPairs packs preference pairs into rows of seq tokens, for batches of the given number of rows. The
-// sequences are those that [Encoder.Encode] returns for pairs: each chosen answer, followed by the rejected
-// one, with their prompts. It is an error if a pair does not fit into a row.
+// sequences come from [Encoder.Encode]: each chosen answer, followed by the rejected one, both with their
+// prompts. It is an error if a pair does not fit into a row.
 func NewPairs(sequences []Sequence, batch, seq int) (*Pairs, error) {
 	switch {
 	case batch < 1 || seq < 1:
@@ -85,9 +85,9 @@ func (l *Loader) sequencesOf(row []int) []int {
 	return all
 }
 
-// fill adds to a batch which tokens belong to an answer, and the answer's reference. The answer starts at a
-// position of the row that begins at token at of the batch. The number of a pair is the token at which its
-// chosen answer starts.
+// fill marks the tokens of an answer in a batch, and adds the answer's reference. Token at of the batch
+// is the first of its row, and the answer starts at position start of the row. A pair is numbered by the
+// first token of its chosen answer.
 func (p *Pairs) fill(b *data.Batch, at, start, answer int) {
 	s := p.all.sequences[answer]
 	first := at + start
@@ -170,8 +170,8 @@ func (p *Pairs) batches(f func(b data.Batch, rows [][]int) error) error {
 	return nil
 }
 
-// ComputeReferences returns the log-probability of each answer, given a function that returns those of the
-// targets of a batch.
+// ComputeReferences returns the log-probability of each answer, given a function that computes the
+// log-probabilities of a batch's targets.
 func (p *Pairs) ComputeReferences(logProbs func(data.Batch) ([]float64, error)) ([]float64, error) {
 	all := make([]float64, len(p.all.sequences))
 	err := p.batches(func(b data.Batch, rows [][]int) error {

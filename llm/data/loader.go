@@ -33,9 +33,9 @@ type Batch struct {
 	// embeddings. If it is nil, positions count from the start of each sequence of the batch.
 	Positions []int
 
-	// Answers [batch, seq] tells to which answer of a preference pair each target belongs: 2·i for the
-	// chosen answer of pair i, 2·i+1 for the rejected one, and negative for all other tokens. It is nil
-	// if the batch does not consist of pairs; otherwise, Count is the number of pairs.
+	// Answers [batch, seq] assigns each target to an answer of a preference pair: 2·i for the chosen
+	// answer of pair i, 2·i+1 for the rejected one, and negative for all other tokens. It is nil if the
+	// batch does not consist of pairs; otherwise, Count is the number of pairs.
 	Answers []int
 
 	// Reference [batch, seq] holds log-probabilities from before training. Only the sum over the tokens

@@ -79,7 +79,7 @@ func modules(c llm.Config, like *Folder) (map[string]string, error) {
 		names[layer] = strings.TrimSuffix(p.name, ".weight")
 	}
 
-	// A tied output layer has a name in transformers, although its weight is that of the embedding.
+	// A tied output layer has a name in transformers, although it shares its weight with the embedding.
 	if p, ok := at[embedName]; ok && p.whole() {
 		names[llm.EmbeddingLayer] = strings.TrimSuffix(p.name, ".weight")
 		names[llm.OutputLayer] = llm.OutputLayer
@@ -105,8 +105,8 @@ func IsAdapter(dir string) bool {
 	return err == nil && info.Mode().IsRegular()
 }
 
-// TextFolder returns the folder with the tokenizer and the chat template of a model with adapters: that of
-// the adapters if it has a tokenizer, and otherwise that of the model.
+// TextFolder returns the folder with the tokenizer and the chat template of a model with adapters. This
+// is the adapters' folder if it has a tokenizer, and the model's otherwise.
 func TextFolder(adapters, model string) string {
 	if info, err := os.Stat(filepath.Join(adapters, "tokenizer.json")); err == nil && info.Mode().IsRegular() {
 		return adapters

@@ -44,13 +44,14 @@ func NewModel(f *hf.Folder, g Generator, context int) (*Model, error) {
 	return describeModel(f, f.Dir, f.Dir, g, context)
 }
 
-// NewAdaptedModel describes the model of a folder with the adapters of another one, after which it is named.
-// The tokenizer and the chat template are those of the adapters, if their folder has a tokenizer.
+// NewAdaptedModel describes the model of a folder with adapters, and names it after the folder of the
+// adapters. If that folder has a tokenizer, the model uses it, and the chat template next to it.
 func NewAdaptedModel(f *hf.Folder, adapters string, g Generator, context int) (*Model, error) {
 	return describeModel(f, adapters, hf.TextFolder(adapters, f.Dir), g, context)
 }
 
-// describeModel describes the model of f. Its name is that of a folder, and text is the folder of its tokenizer.
+// describeModel describes the model of f. It is named after the folder name, and its tokenizer is in the
+// folder text.
 func describeModel(f *hf.Folder, name, text string, g Generator, context int) (*Model, error) {
 	tok, err := tokenizers.Load(text)
 	if err != nil {

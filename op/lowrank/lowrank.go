@@ -16,19 +16,19 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// An Adapter is a low-rank adapter of a linear layer. Its numbers are []float32 or []float64, like those of
-// the layer.
+// An Adapter is a low-rank adapter of a linear layer. Its numbers are []float32 or []float64, in the type
+// of the layer.
 type Adapter struct {
 	Rank  int
 	Scale float64
 	A     any // [Rank, in]
 	B     any // [out, Rank]
 
-	// Factors [out] multiply the outputs, as those of DoRA do. They are nil for 1.
+	// Factors [out] multiply the outputs, as in DoRA. They are nil for 1.
 	Factors any
 }
 
-// A Selection tells which adapter each row uses. All ops of a graph share one.
+// A Selection assigns an adapter to each row. All ops of a graph share one.
 type Selection struct{ adapters []int }
 
 // Set sets the adapter of each row, as an index. Rows with a negative index, and rows after the last one

@@ -137,8 +137,8 @@ func (p *parts) product(x *gorgonia.Node, layer string) *gorgonia.Node {
 	return p.add(y, scaled)
 }
 
-// Head adds the product of x and the frozen weight of the output layer, with an adapter whose parameters are
-// given by their names after that of the layer. The key is that of dropout.
+// Head adds the product of x and the frozen weight of the output layer, with an adapter. The keys of
+// params are the endings of the adapter's parameters. The key is the input of dropout.
 func (b *Builder) Head(x, weight, key *gorgonia.Node, a Adapter, params map[string]*gorgonia.Node) (*gorgonia.Node,
 	error) {
 	p := &parts{Builder: b, Tuning: Tuning{Adapters: []Adapter{a}, Frozen: map[string]bool{a.Layer + ".weight": true}},
