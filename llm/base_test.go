@@ -37,8 +37,8 @@ func omitting(t *testing.T) map[string]func(seed uint64) *Trainer {
 	}
 }
 
-// TestOmitBase checks that a checkpoint has only what has been trained, that a run continues from it bit for
-// bit, and that it is refused with another model.
+// TestOmitBase checks that a checkpoint contains only the trained parameters, that a run continues from it bit
+// for bit, and that it is refused with another model.
 func TestOmitBase(t *testing.T) {
 	for name, make := range omitting(t) {
 		t.Run(name, func(t *testing.T) {
@@ -111,7 +111,7 @@ func TestTuningFLOPs(t *testing.T) {
 	require.InEpsilon(t, all, c.FLOPs(), 1e-12)
 	require.InEpsilon(t, all, c.tuningFLOPs(learning{}), 1e-12)
 
-	// Adapters of rank 2 on the queries of both blocks, and on those of the last block.
+	// Adapters of rank 2 on the queries of both blocks, and of the last block alone.
 	for first, want := range []float64{4*(embed+2*block) + 6*2*attention,
 		2*(block+attention) + 4*(embed+block) + 6*attention} {
 		a := LoRA{Rank: 2, Alpha: 1}
@@ -124,7 +124,7 @@ func TestTuningFLOPs(t *testing.T) {
 		require.InEpsilon(t, want, adapted.FLOPs(), 1e-12)
 	}
 
-	// The last block: the embedding, which is the output layer too, gets no gradient of its own.
+	// In the last block alone. The embedding, which is the output layer too, does not learn.
 	tuned, err := c.LastBlocks(1)
 	require.NoError(t, err)
 	want := 2*(block+attention) + 6*(block+attention) + 4*embed

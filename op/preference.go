@@ -32,9 +32,10 @@ const (
 // PreferenceKinds lists the kinds of losses.
 var PreferenceKinds = []PreferenceKind{PreferenceSigmoid, PreferenceHinge, PreferenceIPO, PreferenceRobust}
 
-// Preference configures the loss of preference pairs, each of which consists of a chosen and a rejected
-// answer to the same prompt. Let c and r be the log-probabilities of the two answers minus those that the
-// model before training, the reference, gives them, let z = β·(c−r), and let ε be Smoothing:
+// Preference configures the loss of preference pairs. A pair consists of a chosen and a rejected answer to the
+// same prompt. The reference is the model before training. Let c be the log-probability of the chosen answer
+// minus its log-probability under the reference, let r be the same for the rejected answer, let z = β·(c−r),
+// and let ε be Smoothing:
 //
 //	sigmoid  −(1−ε)·log σ(z) − ε·log σ(−z)
 //	hinge    max(0, 1−z)
@@ -119,7 +120,7 @@ func sigmoid(x float64) float64 { return 1 / (1 + math.Exp(-x)) }
 // minus the log-probability that the reference gives it.
 type PreferenceFigures struct {
 	Pairs    int     `json:"pairs"`
-	Right    int     `json:"right"`    // pairs in which the chosen answer has the higher reward
+	Right    int     `json:"right"`    // pairs with a higher reward for the chosen answer
 	Chosen   float64 `json:"chosen"`   // sum of the rewards of the chosen answers
 	Rejected float64 `json:"rejected"` // sum of the rewards of the rejected answers
 }
@@ -130,7 +131,7 @@ func (f PreferenceFigures) Plus(g PreferenceFigures) PreferenceFigures {
 		f.Rejected + g.Rejected}
 }
 
-// Accuracy returns the share of the pairs in which the chosen answer has the higher reward.
+// Accuracy returns the share of the pairs with a higher reward for the chosen answer.
 func (f PreferenceFigures) Accuracy() float64 { return float64(f.Right) / float64(f.Pairs) }
 
 // Margin returns the mean difference of the rewards of a pair.
@@ -150,7 +151,7 @@ type PreferenceLossOp struct {
 //
 // logProbs is [rows] of float32 or float64, and reference has the same type and shape; only the sum over
 // the rows of an answer matters. answers is [rows] of type int: 2·i for the rows of the chosen answer of
-// pair i, 2·i+1 for those of the rejected one, and negative for all other rows. The numbers i need not be
+// pair i, 2·i+1 for the rows of the rejected one, and negative for all other rows. The numbers i need not be
 // consecutive, but must be less than the number of rows. The run returns an error if there are no pairs.
 func PreferenceLoss(logProbs, reference, answers *gorgonia.Node, p Preference) (*gorgonia.Node, error) {
 	const name = "PreferenceLoss"

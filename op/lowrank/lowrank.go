@@ -49,7 +49,7 @@ type AddOp struct {
 //	z[r] = f ⊙ (y[r] + s·(x[r]·aᵀ)·bᵀ)
 //
 // s, a, b and f belong to the adapter that selection has for row r. x is [rows, in], and y and z are
-// [rows, out]; all are float32 or all are float64. An adapter that is nil leaves the layer as it is. The
+// [rows, out]; all are float32 or all are float64. A nil adapter adds nothing. The
 // adapters must not change. The op has no gradient, and runs on CPUs only.
 func Add(x, y *gorgonia.Node, adapters []*Adapter, selection *Selection) (*gorgonia.Node, error) {
 	if x == nil || y == nil || selection == nil {

@@ -22,7 +22,7 @@ func numbers(t *testing.T, n int) []float64 {
 	return x
 }
 
-// fewAdapters returns adapters of different ranks, one of them with factors, and one that is nil.
+// fewAdapters returns adapters of different ranks, with and without factors, and nil.
 func fewAdapters(t *testing.T) []*Adapter {
 	return []*Adapter{{Rank: 2, Scale: 0.5, A: numbers(t, 2*in), B: numbers(t, 2*out)}, nil,
 		{Rank: 3, Scale: 2, A: numbers(t, 3*in), B: numbers(t, 3*out), Factors: numbers(t, out)}}
