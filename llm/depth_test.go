@@ -526,6 +526,46 @@ func TestForecastIsRecorded(t *testing.T) {
 	require.Equal(t, first.Model.Config, again.Model.Config)
 }
 
+// TestForecastResumes checks that runs resumed before and after a growth by a Forecast make the decisions of
+// the whole run, and end bit-identical.
+func TestForecastResumes(t *testing.T) {
+	c := Config{Vocab: 256, Dim: 16, Layers: 1, Heads: 2, Seq: 12, Depth: 2}.Default()
+	options := trainerOptions{config: c, steps: 600}
+	grow := func(tr *Trainer, record *bytes.Buffer) {
+		f := control.NewForecast(blueprints.Stack, 4)
+		f.Growths = 2
+		require.NoError(t, tr.Grow(Growth{Controller: f, Record: record}))
+	}
+
+	var record bytes.Buffer
+	dir, grown := t.TempDir(), 0
+	saved := func(step int) string { return filepath.Join(dir, fmt.Sprint(step)) }
+	steps := []int{200, 301, 450}
+	whole := newTrainer(t, options)
+	grow(whole, &record)
+	whole.On(func(e Event) error {
+		if e.Kind == Reshaped {
+			grown++
+		}
+		if e.Kind == StepEnd && slices.Contains(steps, e.Step) {
+			return whole.Save(saved(e.Step))
+		}
+		return nil
+	})
+	require.NoError(t, whole.Run(t.Context()))
+	require.Positive(t, grown)
+
+	for _, step := range steps {
+		var rest bytes.Buffer
+		resumed := newTrainer(t, options)
+		grow(resumed, &rest)
+		require.NoError(t, resumed.Resume(t.Context(), saved(step)))
+		require.NoError(t, resumed.Run(t.Context()))
+		require.Equal(t, learntBy(t, whole), learntBy(t, resumed), "step %d", step)
+		require.True(t, strings.HasSuffix(record.String(), rest.String()), "step %d", step)
+	}
+}
+
 // FuzzRecord passes arbitrary text to ReadRecord and the resulting commands to a model. A rejected
 // command must not change the model.
 func FuzzRecord(f *testing.F) {
