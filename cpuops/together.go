@@ -14,9 +14,9 @@ type product struct {
 // mostTogether is the maximum number of products that gemm.CompactLinear computes.
 const mostTogether = 3
 
-// together merges products of the same x with compact weights of the same type, such as those for queries,
-// keys and values, into the first of them. For a few rows, a product takes microseconds, and the cores wait
-// for each other only once.
+// together merges products of the same x with compact weights of the same type into the first product, such
+// as the queries, keys and values of attention. For a few rows, a product takes microseconds, and merging
+// makes the cores wait for each other only once.
 func (c *compiler) together() {
 	type key struct {
 		x *value

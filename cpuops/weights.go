@@ -14,13 +14,12 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// WeightType is a type in which [Weights] holds matrices.
+// WeightType is an element type of the matrices in [Weights].
 type WeightType uint8
 
 // The types of weights.
 const (
-	// Float32 rounds nothing. Products are faster than with a value of the node, and like those of the other
-	// types independent of the number of rows.
+	// Float32 rounds nothing. Products of a few rows are about as fast as with a value of the node.
 	Float32 WeightType = WeightType(gemm.Float32)
 	// BFloat16 holds a weight in 2 bytes, rounded to nearest even.
 	BFloat16 WeightType = WeightType(gemm.BFloat16)
@@ -43,7 +42,7 @@ func (t *WeightType) UnmarshalText(name []byte) error {
 	return fmt.Errorf("the type of weights is %.20q, want f32, bf16 or q8_0", name)
 }
 
-// Weights holds matrices of a model in a compact type, for machines that only read them (see
+// Weights holds matrices of a model in a compact form, for machines that only read them (see
 // [WithWeights]). The products of such machines widen the weights to float32, and everything else is in
 // float32 too. With few rows, a product takes as long as reading the weights, so compact weights make it
 // faster.
@@ -95,7 +94,7 @@ func (w *Weights) Add(t WeightType, name string, rows, width int,
 // fillRows returns the number of rows of a matrix that are converted together.
 func fillRows(width int) int { return max(1, 1<<19/(32*width)) * 32 }
 
-// A filling is a matrix whose elements arrive in parts.
+// A filling is a matrix that receives its elements in parts.
 type filling struct {
 	m       *gemm.Compact
 	row     int
@@ -177,7 +176,7 @@ func readsCompact(n *gorgonia.Node, operand int) bool {
 	return ok && o.ReadsCompact(operand)
 }
 
-// of returns the matrix for an input, or nil if there is none.
+// of returns the matrix for an input, or nil if the weights do not contain the input.
 func (w *Weights) of(n *gorgonia.Node) (*gemm.Compact, error) {
 	if w == nil {
 		return nil, nil

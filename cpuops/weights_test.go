@@ -35,7 +35,7 @@ func weighed(t *testing.T, bound bool, values map[string]*tensor.Dense) (g *gorg
 	y := must(gorgonia.Add(x, must(op.Linear(x, w("square"))))) // one step
 	z := must(op.SiLUMLP(y, w("gate"), w("up"), w("down")))
 	z = must(op.GELUMLP(z, w("gate2"), w("up2"), w("down2")))
-	// Four products of the same x, the third of which is multiplied by the second and then read no more.
+	// Four products of the same x. Three of them can be computed together.
 	q, k, v, o := must(op.Linear(y, w("q"))), must(op.Linear(y, w("k"))), must(op.Linear(y, w("v"))),
 		must(op.Linear(y, w("o")))
 	z = must(gorgonia.Add(z, must(gorgonia.Add(must(gorgonia.HadamardProd(k, v)), must(gorgonia.Sub(q, o))))))
@@ -68,8 +68,7 @@ func weighedValues(t *testing.T) map[string]*tensor.Dense {
 	return values
 }
 
-// TestWeights compares graphs whose weights are compact with the same graphs and values in float32. All
-// weights are exact in all types.
+// TestWeights compares graphs with compact weights with the same graphs and values in float32. All weights are exact in all types.
 func TestWeights(t *testing.T) {
 	values := weighedValues(t)
 	g, nodes := weighed(t, true, values)

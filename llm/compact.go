@@ -13,13 +13,13 @@ import (
 	"github.com/kasmina-go/kasmina/internal/half"
 )
 
-// CompactModel is a model whose matrices are arranged for losses and generation on a CPU, in float32,
-// bfloat16 or q8_0. With the latter it takes a half or a quarter of the memory of a [Model], and generates
-// text faster, since each token takes about as long as reading the weights.
+// CompactModel is a model for losses and generation on a CPU, with matrices in float32, bfloat16 or q8_0.
+// In bfloat16 it takes half the memory of a [Model], and in q8_0 about a quarter. It also generates text
+// faster, since each token takes about as long as reading the weights.
 //
-// Everything else stays in float32, including the arithmetic. The logits of a text are the same bits
-// whether it is computed alone or with others. A compact model does not change, and it has no seeds. Any
-// number of goroutines may use it.
+// All other values and the arithmetic stay in float32. A text gets the same logits, bit for bit, whether a
+// [Batcher] continues it alone or together with more texts. A compact model does not change, and it has no
+// seeds. Any number of goroutines may use it.
 type CompactModel struct {
 	parts   ModelParts
 	weights *cpuops.Weights
@@ -57,7 +57,7 @@ func LoadCompact(ctx context.Context, t cpuops.WeightType, c Config, r WeightRea
 	return m, nil
 }
 
-// Compact returns a copy of the model's current state whose matrices have the given type. It returns an
+// Compact returns a copy of the model's current state, with matrices of the given type. It returns an
 // error if the model has seeds or is not a float32 model.
 func (m *Model) Compact(t cpuops.WeightType) (*CompactModel, error) {
 	done, err := m.Current()
@@ -86,7 +86,7 @@ func (m *Model) Compact(t cpuops.WeightType) (*CompactModel, error) {
 	return c, nil
 }
 
-// newCompactModel returns a model whose parameters are passed to put by read.
+// newCompactModel returns a model. It calls read for each parameter, which must pass the values to put.
 func newCompactModel(t cpuops.WeightType, c Config, read func(name string, put func([]float32) error) error) (
 	*CompactModel, error) {
 	m := &CompactModel{Outline(c), new(cpuops.Weights)}

@@ -20,8 +20,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
-// compactConfigs are configurations whose matrices are large enough to be compact. Together they have all
-// ops that read matrices, and rows that do not fill a block of q8_0.
+// compactConfigs returns configurations that together have all ops that read matrices, and rows that do not
+// fill a block of q8_0.
 func compactConfigs() map[string]Config {
 	llama := Config{Vocab: 256, Dim: 32, Layers: 2, Heads: 4, KVHeads: 2, FF: 72, Seq: 24}
 	gpt2 := llama
@@ -39,8 +39,7 @@ func compactConfigs() map[string]Config {
 	return all
 }
 
-// rounded returns a model with the values of m in float64, after rounding those that a compact model of
-// type t rounds.
+// rounded returns a model with the values of m in float64, and rounds the same matrices as a compact model.
 func rounded(t *testing.T, m *Model, typ cpuops.WeightType) *Model {
 	t.Helper()
 	wide, err := NewModelFrom(m.Config, tensor.Float64, func(p Param) error {
@@ -96,8 +95,8 @@ func newCompactPair(t *testing.T, c Config, typ cpuops.WeightType) (*CompactMode
 	return compact, rounded(t, m, typ)
 }
 
-// TestCompactModel compares the logits and losses of compact models with those of models in float64 that
-// have the rounded weights. It continues texts by one token at a time, up to and beyond the window.
+// TestCompactModel compares compact models with models in float64 that have the rounded weights. Logits and
+// losses must agree. The test continues texts by one token at a time, up to and beyond the window.
 func TestCompactModel(t *testing.T) {
 	for name, c := range compactConfigs() {
 		for _, typ := range []cpuops.WeightType{cpuops.Float32, cpuops.BFloat16, cpuops.Q8} {
@@ -132,8 +131,8 @@ func TestCompactModel(t *testing.T) {
 	}
 }
 
-// TestCompactGreedy checks that a generator, whose keys and values are cached, draws the tokens that
-// computing the whole window again for each token gives.
+// TestCompactGreedy checks that a generator, which caches keys and values, draws the same tokens as a program
+// that computes the whole window again for each token.
 func TestCompactGreedy(t *testing.T) {
 	for name, c := range compactConfigs() {
 		for _, typ := range []cpuops.WeightType{cpuops.Float32, cpuops.BFloat16, cpuops.Q8} {
@@ -170,7 +169,7 @@ func TestCompactGreedy(t *testing.T) {
 }
 
 // TestCompactBatcher checks that the logits of texts are the same bits whether a text is alone or continued
-// with others, no matter how its prompt is divided among passes.
+// with eight more, no matter how its prompt is divided among passes.
 func TestCompactBatcher(t *testing.T) {
 	for name, c := range compactConfigs() {
 		typ := cpuops.Q8

@@ -45,8 +45,8 @@ func (o *common) openInference(stderr io.Writer) (*cudaops.Device, cudaops.Preci
 	return device, precision, err
 }
 
-// weightType returns the type in which a CPU holds the weights of a folder. Weights that the files have in
-// bfloat16 stay in bfloat16, which changes no weight.
+// weightType returns the type of a folder's weights in the memory of a CPU. By default, weights that the files
+// have in bfloat16 stay in bfloat16, which changes no weight.
 func (o *common) weightType(f *hf.Folder) cpuops.WeightType {
 	switch {
 	case o.precision == "bf16", o.precision == "" && cpuops.FastWeights() && storesBF16(f):

@@ -2,8 +2,8 @@ package cpu
 
 import "unsafe"
 
-// Slab hands out memory that is never returned individually, in large pieces for which the system can use
-// large pages. The zero value is ready to use.
+// Slab hands out memory from large pieces, so that the system can use large pages. Memory cannot be returned.
+// The zero value is ready to use.
 type Slab struct{ free []byte }
 
 const (

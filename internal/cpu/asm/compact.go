@@ -22,7 +22,7 @@ const (
 	compactRowBytes        = 4 * compactLanes // of a row of B, except with 8-bit weights
 	compactScaleBytes      = 2 * compactLanes
 	compactBlockBytes      = compactScaleBytes + compactBlock*compactLanes
-	compactWidestRowsAVX2  = 2 // rows of x up to which AVX2 computes all columns of a panel at once
+	compactWidestRowsAVX2  = 2 // with at most as many rows, AVX2 computes all columns of a panel at once
 	compactPrefetchedBytes = 64
 )
 
@@ -42,7 +42,7 @@ type compactKernel struct {
 	isa
 	name  string
 	m, nv int // rows, and vectors per row
-	half  int // which half of the columns is computed, if nv vectors do not hold all of them
+	half  int // the half of the columns to compute, if nv vectors hold only half a panel
 }
 
 func (c *compactKernel) label(s string) string { return fmt.Sprintf("%s%dx%d", s, c.m, c.half) }
@@ -101,9 +101,9 @@ func (c *compactKernel) begin() {
 // halves returns the number of parts into which the columns of a panel are divided.
 func (c *compactKernel) halves() int { return compactLanes * 4 / c.bytes / c.nv }
 
-// prefetch fetches weights while the given number of bytes of B is processed. A kernel that processes each
-// half of the columns by itself fetches the bytes that follow its B, half of them during each half, since it
-// finds its own B in the cache the second time.
+// prefetch fetches weights while the given number of bytes of B is processed. A kernel that processes the two
+// halves of the columns one after the other finds B in the cache the second time. To use the memory all the
+// time, it fetches the bytes that follow B, and distributes the fetches over both halves.
 func (c *compactKernel) prefetch(bytes int) {
 	if c.halves() == 1 {
 		for at := 0; at < bytes; at += compactPrefetchedBytes {

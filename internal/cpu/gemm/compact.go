@@ -28,7 +28,7 @@ const (
 // Compact is a matrix of weights, [out, in], in a compact type or arranged for fast products, which with few
 // rows take as long as reading the weights.
 //
-// Rows of the matrix are stored in panels of 32, in the order in which a product reads them:
+// Rows of the matrix are stored in panels of 32, in reading order of a product:
 //
 //   - Float32: for each of the neighbors in a row, the weights of all rows of the panel;
 //   - BFloat16: for each pair of neighbors in a row, the pairs of all rows of the panel;
@@ -155,7 +155,7 @@ func (t CompactType) String() string {
 	return fmt.Sprintf("CompactType(%d)", uint8(t))
 }
 
-// setFloat32 stores a row whose first element is at the start of to.
+// setFloat32 stores a row, with its first element at the start of to.
 func setFloat32(to []byte, row []float32) (fits bool) {
 	for i, x := range row {
 		bits := math.Float32bits(x)
@@ -167,7 +167,7 @@ func setFloat32(to []byte, row []float32) (fits bool) {
 	return true
 }
 
-// setBF16 stores a row whose first pair is at the start of to.
+// setBF16 stores a row, with its first pair at the start of to.
 func setBF16(to []byte, row []float32) (fits bool) {
 	for len(row) > 0 {
 		a, b := half.NewBFloat16(row[0]), half.BFloat16(0)
@@ -251,7 +251,7 @@ func (w *Compact) Expand(y []float32) {
 type compactKernels struct {
 	byType [3]func(*strip)
 	rows   int // maximum number of rows of a strip
-	once   int // maximum number of rows for which the weights are read only once
+	once   int // with at most as many rows, weights are read only once
 }
 
 // strip describes the work of a kernel: C += X·B for m rows of X and C, a panel B of 32 columns and k
@@ -333,8 +333,8 @@ func CompactLinear(stop *cpu.Stop, x []float32, rows int, products ...CompactPro
 	cpu.Spread(p.panels, max(1, compactSpan/first.panelBytes()), p)
 }
 
-// compactProducts holds the arguments of CompactLinear. An index of a span is a panel; those of each matrix
-// follow the ones of the matrix before it.
+// compactProducts holds the arguments of CompactLinear. An index of a span is a panel. The panels of all
+// matrices are numbered consecutively.
 type compactProducts struct {
 	stop        *cpu.Stop
 	products    [3]CompactProduct

@@ -134,8 +134,8 @@ func TestCompactRounds(t *testing.T) {
 	}
 }
 
-// TestCompactTogether checks that products that are computed together are those computed one after the
-// other.
+// TestCompactTogether checks that products have the same bits whether they are computed together or one after
+// the other.
 func TestCompactTogether(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {
 		r := randtest.New(t)
