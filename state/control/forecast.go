@@ -576,7 +576,8 @@ const noteShare = 0.1
 func (f *Forecast) Notes(reports []state.Report) (notes []string) {
 	for _, r := range reports {
 		n := len(r.Curve)
-		if r.Site != blueprints.Depth || n == 0 || f.cost == nil || f.plan == nil {
+		if r.Site != blueprints.Depth || n == 0 || f.cost == nil || f.plan == nil ||
+			r.Curve[n-1].Epoch != r.Epoch { // the curve has no new point
 			continue
 		}
 

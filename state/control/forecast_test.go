@@ -92,6 +92,9 @@ func (s simulation) run(t *testing.T, f *control.Forecast) result {
 
 		reports := []state.Report{r}
 		res.notes = append(res.notes, f.Notes(reports)...)
+		idle := r
+		idle.Epoch++ // an epoch without a new point adds no note
+		require.Empty(t, f.Notes([]state.Report{idle}))
 		for _, c := range f.Decide(reports) {
 			seed := &r.Seeds[c.Seed]
 			res.whys = append(res.whys, c.Why)
