@@ -18,6 +18,8 @@ import (
 type Sequence struct {
 	layers []any // a *cache[float32] or *cache[float64] for each layer
 	tokens int
+	pool   *Pages // holds the keys and values instead of the layers; may be nil
+	pages  []int  // in the pool
 }
 
 // Len returns the number of tokens with cached keys and values.
@@ -27,8 +29,13 @@ func (s *Sequence) Len() int { return s.tokens }
 func (s *Sequence) Truncate(n int) { s.tokens = min(s.tokens, n) }
 
 // Prefix returns a sequence with the first n tokens of s. The two share memory, and each may grow
-// independently of the other.
+// independently of the other. A sequence of a [Pages] can only share whole pages, so that its prefix may be
+// shorter.
 func (s *Sequence) Prefix(n int) *Sequence {
+	if s.pool != nil {
+		return s.sharedPages(n)
+	}
+
 	p := &Sequence{tokens: min(n, s.tokens), layers: make([]any, len(s.layers))}
 	for i, held := range s.layers {
 		switch c := held.(type) {

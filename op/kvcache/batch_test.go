@@ -23,8 +23,13 @@ type text struct {
 
 // TestBatchAttention feeds random spans of several sequences, cuts sequences off and splits them, and
 // compares all rows with op.Attention over whole sequences.
-func TestBatchAttention(t *testing.T) {
-	const tokens, heads, kvHeads, dim, rows = 70, 4, 2, 6, 40
+func TestBatchAttention(t *testing.T) { testSpans(t, 70, false) }
+
+// TestPagedAttention is the same test with few pages, which sequences share.
+func TestPagedAttention(t *testing.T) { testSpans(t, 200, true) }
+
+func testSpans(t *testing.T, tokens int, paged bool) {
+	const heads, kvHeads, dim, rows = 4, 2, 6, 40
 	rope := op.RoPEConfig{Seq: tokens, HeadDim: dim, Base: 100}
 	for name, c := range map[string]Config{
 		"plain": {}, "turned": {RoPE: &rope}, "window": {RoPE: &rope, Window: 5, Scale: 0.7},
@@ -39,11 +44,17 @@ func TestBatchAttention(t *testing.T) {
 				}
 				return tensor.New(tensor.WithShape(tokens, columns), tensor.WithBacking(x))
 			}
+			pages, err := NewPages(14)
+			require.NoError(t, err)
 			var texts []*text
 			for range 4 {
 				q, k, v := normal(heads*dim), normal(kvHeads*dim), normal(kvHeads*dim)
 				want, _ := whole(t, q, k, v, c)
-				texts = append(texts, &text{&Sequence{}, q, k, v, want, 0, 0, 0})
+				sequence := &Sequence{}
+				if paged {
+					sequence = pages.NewSequence()
+				}
+				texts = append(texts, &text{sequence, q, k, v, want, 0, 0, 0})
 			}
 
 			g := gorgonia.NewGraph()
@@ -53,7 +64,12 @@ func TestBatchAttention(t *testing.T) {
 			}
 			q, k, v := input("q", heads*dim), input("k", kvHeads*dim), input("v", kvHeads*dim)
 			var spans Spans
+			table := gorgonia.NewTensor(g, tensor.Int, 2, gorgonia.WithShape(rows, 1+pagesFor(tokens)),
+				gorgonia.WithName("table"))
 			y, err := BatchAttention(q, k, v, &spans, 0, c)
+			if paged {
+				y, err = PagedAttention(q, k, v, table, pages, 0, c)
+			}
 			require.NoError(t, err)
 			machine := gorgonia.NewTapeMachine(g)
 			defer machine.Close()
@@ -63,10 +79,13 @@ func TestBatchAttention(t *testing.T) {
 				x, of := texts[r.IntN(len(texts))], texts[r.IntN(len(texts))]
 				switch n := r.IntN(of.tokens + 1); r.IntN(4) {
 				case 0:
+					n = max(n, sharedTokens(x.sequence))
 					x.tokens = min(n, x.tokens)
 					x.sequence.Truncate(x.tokens)
 				case 1:
-					*x = text{of.sequence.Prefix(n), of.q, of.k, of.v, of.want, n, 0, 0}
+					prefix := of.sequence.Prefix(n)
+					x.sequence.Release()
+					*x = text{prefix, of.q, of.k, of.v, of.want, prefix.Len(), 0, 0}
 				}
 
 				var all []Span
@@ -78,11 +97,22 @@ func TestBatchAttention(t *testing.T) {
 					if n == 0 || r.IntN(3) == 0 {
 						continue
 					}
+					if paged && x.sequence.Reserve(x.tokens+n) != nil {
+						require.Less(t, pages.Free(), 1+n/PageTokens+1)
+						continue
+					}
 					x.start, x.end = x.tokens, x.tokens+n
 					all, in, left = append(all, Span{x.sequence, x.start, n}), append(in, x), left-n
 				}
 
 				require.NoError(t, spans.Set(all...))
+				numbers := make([]int, table.Shape().TotalSize())
+				if paged {
+					numbers, err = spans.PageTable(rows, table.Shape()[1])
+					require.NoError(t, err)
+				}
+				require.NoError(t, gorgonia.Let(table, tensor.New(tensor.WithShape(table.Shape()...),
+					tensor.WithBacking(numbers))))
 				let := func(node *gorgonia.Node, of func(*text) *tensor.Dense) {
 					data := make([]float64, 0, rows*node.Shape()[1])
 					for _, x := range in {
@@ -117,8 +147,63 @@ func TestBatchAttention(t *testing.T) {
 					require.Zero(t, left)
 				}
 			}
+
+			for _, x := range texts {
+				x.sequence.Release()
+			}
+			require.Equal(t, pages.Count(), pages.Free())
+			require.NoError(t, pages.Close())
 		})
 	}
+}
+
+// sharedTokens returns the number of tokens of a sequence in pages that another sequence contains.
+func sharedTokens(s *Sequence) (tokens int) {
+	for i, page := range s.pages {
+		if s.pool.uses[page] > 1 {
+			tokens = (i + 1) * PageTokens
+		}
+	}
+	return tokens
+}
+
+// TestPagesRefuse checks what pages and their attention reject.
+func TestPagesRefuse(t *testing.T) {
+	_, err := NewPages(0)
+	require.ErrorContains(t, err, "0 pages")
+	pages, err := NewPages(3)
+	require.NoError(t, err)
+	a, b := pages.NewSequence(), pages.NewSequence()
+	require.NoError(t, a.Reserve(PageTokens+1))
+	require.ErrorIs(t, b.Reserve(PageTokens+1), ErrNoPages)
+	require.Equal(t, 1, pages.Free())
+
+	var spans Spans
+	require.NoError(t, spans.Set(Span{a, 0, PageTokens + 1}))
+	_, err = spans.PageTable(PageTokens, 3)
+	require.ErrorContains(t, err, "more rows than the graph")
+	_, err = spans.PageTable(PageTokens+1, 2)
+	require.ErrorContains(t, err, "do not fit in 2 pages and 2 columns")
+	_, err = spans.PageTable(PageTokens+1, 3)
+	require.NoError(t, err)
+	spans.Finish()
+	c := a.Prefix(PageTokens + 1)
+	require.Equal(t, PageTokens, c.Len())
+	require.NoError(t, spans.Set(Span{a, PageTokens - 1, 1}))
+	_, err = spans.PageTable(1, 3)
+	require.ErrorContains(t, err, "overwrite a shared page")
+	a.Release()
+	require.Equal(t, 2, pages.Free())
+	c.Release()
+	require.Equal(t, 3, pages.Free())
+
+	g := gorgonia.NewGraph()
+	x := gorgonia.NewTensor(g, tensor.Float32, 2, gorgonia.WithShape(2, 4))
+	table := gorgonia.NewTensor(g, tensor.Int, 2, gorgonia.WithShape(2, 2))
+	_, err = PagedAttention(x, x, x, table, nil, 0, Config{Heads: 1, KVHeads: 1, HeadDim: 4, Capacity: 3})
+	require.ErrorContains(t, err, "the pages are nil")
+	_, err = PagedAttention(x, x, x, table, pages, 0, Config{Heads: 1, KVHeads: 1, HeadDim: 4, Capacity: 65})
+	require.ErrorContains(t, err, "want an int of shape [2, 1 + pages of 65 tokens]")
 }
 
 // TestSpansRefuse checks what Set and the op reject.

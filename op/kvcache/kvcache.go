@@ -3,6 +3,7 @@
 //
 // [Attention] handles one sequence, and [AttentionOp.Fill] stores the keys and values of a prompt in
 // it. [BatchAttention] handles the rows of several sequences, each represented by a [Sequence].
+// [PagedAttention] does the same for sequences whose keys and values are in a [Pages].
 package kvcache
 
 import (
@@ -100,7 +101,7 @@ func (c Config) check(rows int, in gorgonia.Nodes) error {
 			"%d do not fit", c.Heads, c.KVHeads, c.HeadDim, c.Capacity, c.Window)
 	}
 
-	for i, heads := range []int{c.Heads, c.KVHeads, c.KVHeads} {
+	for i, heads := range []int{c.Heads, c.KVHeads, c.KVHeads} { // other inputs are checked by the caller
 		n := in[i]
 		if want := (tensor.Shape{rows, heads * c.HeadDim}); !n.Shape().Eq(want) ||
 			n.Dtype() != in[0].Dtype() || n.Dtype() != tensor.Float32 && n.Dtype() != tensor.Float64 {
