@@ -1,6 +1,7 @@
 package cudaops
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -884,6 +885,81 @@ func (k *fakeKernels) DecodeGated(l *fake.Launch, a decode.Gated) {
 		layer.GELUMul(h, y[:a.F], y[a.F:])
 	} else {
 		layer.SiLUMul(h, y[:a.F], y[a.F:])
+	}
+}
+
+func (k *fakeKernels) DecodePaged(l *fake.Launch, a decode.Paged) {
+	qd, kd := a.Heads*a.HeadDim, a.KVHeads*a.HeadDim
+	q, y := rowsAt(l, a.Q.Ptr, a.Rows, qd, a.Q.Stride), rowsAt(l, a.Y, a.Rows, qd, qd)
+	ks, vs := rowsAt(l, a.K.Ptr, a.Rows, kd, a.K.Stride), rowsAt(l, a.V.Ptr, a.Rows, kd, a.V.Stride)
+	table := fake.Slice[int64](l, a.Table, a.Rows*a.Columns)
+	fake.Slice[byte](l, a.Parts, a.PartsBytes(k.ctx.Device()))
+	for _, n := range fake.Slice[uint32](l, a.Arrived, a.Counters()) {
+		if n != 0 {
+			panic("counters are not zero")
+		}
+	}
+
+	for row := range a.Rows {
+		p, pages := int(table[row*a.Columns]), table[row*a.Columns+1:][:a.Columns-1]
+		clear(y[row])
+		if p < 0 {
+			continue
+		}
+		var keys, values []float32
+		for i := range p/decode.PageTokens + 1 {
+			at := int(pages[i]) * decode.PageTokens * kd * 4
+			held := floatsAt(l, a.Keys.Offset(at), decode.PageTokens*kd)
+			heldValues := floatsAt(l, a.Values.Offset(at), decode.PageTokens*kd)
+			if i == p/decode.PageTokens {
+				key := held[p%decode.PageTokens*kd:][:kd]
+				copy(key, ks[row])
+				copy(heldValues[p%decode.PageTokens*kd:], vs[row])
+				if a.Cos != 0 {
+					cos, sin := k.angles(l, a, p)
+					layer.RoPE(key, key, cos, sin, 1, a.KVHeads, a.HeadDim, false)
+				}
+			}
+			keys, values = append(keys, held...), append(values, heldValues...)
+		}
+		query := slices.Clone(q[row])
+		if a.Cos != 0 {
+			cos, sin := k.angles(l, a, p)
+			layer.RoPE(query, query, cos, sin, 1, a.Heads, a.HeadDim, false)
+		}
+		cpuattention.At(y[row], query, keys, values, p, 1, cpuattention.Shape{Heads: a.Heads,
+			KVHeads: a.KVHeads, HeadDim: a.HeadDim, Scale: a.Scale, Window: a.Window})
+	}
+}
+
+// angles returns the cosines and sines of a position.
+func (k *fakeKernels) angles(l *fake.Launch, a decode.Paged, position int) (cos, sin []float32) {
+	half := a.HeadDim / 2
+	at := func(p gpu.Ptr) []float32 { return floatsAt(l, p, a.Capacity*half)[position*half:][:half] }
+	return at(a.Cos), at(a.Sin)
+}
+
+// DecodeStep checks the kernel's table, and computes the launches one after another.
+func (k *fakeKernels) DecodeStep(l *fake.Launch, a decode.Step) {
+	want, err := a.Encode(k.ctx.Device())
+	if err == nil {
+		err = a.Check(k.ctx.Device())
+	}
+	if err != nil {
+		panic(err)
+	}
+	if !bytes.Equal(fake.Slice[byte](l, a.Table, len(want)), want) {
+		panic("the table of a step does not fit its launches")
+	}
+
+	for _, n := range fake.Slice[uint32](l, a.Arrived, decode.Counters) {
+		if n != 0 {
+			panic("counters are not zero")
+		}
+	}
+
+	for _, launch := range a.Launches {
+		k.computes[reflect.TypeOf(launch)].Call([]reflect.Value{reflect.ValueOf(l), reflect.ValueOf(launch)})
 	}
 }
 

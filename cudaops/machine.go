@@ -288,8 +288,14 @@ func (m *Machine) load(p *program.Program) (err error) {
 	}
 
 	for _, b := range p.Buffers {
-		if b.Data != nil {
-			if err := ctx.CopyToDevice(b.Base, gpu.Bytes(b.Data), r.Stream); err != nil {
+		contents := gpu.Bytes(b.Data)
+		if b.Table != nil {
+			if contents, err = b.Table(); err != nil {
+				return err
+			}
+		}
+		if len(contents) > 0 {
+			if err := ctx.CopyToDevice(b.Base, contents, r.Stream); err != nil {
 				return err
 			}
 		}

@@ -1053,6 +1053,9 @@ func TestFrozenErrors(t *testing.T) {
 	}
 }
 
+// joint makes one kernel compute a whole token.
+var joint = WithVariants("DecodeStep=bulk")
+
 // TestDecoding compares the logits of machines that have key-value caches with logits computed on the CPU.
 // The texts grow by one token or by many at a time, and past the initial capacity of the caches. The test
 // also checks the errors of Keep.
@@ -1062,6 +1065,9 @@ func TestDecoding(t *testing.T) {
 		"llama": {}, "windows": {Blocks: []llm.Block{{Window: 7}, {}}}, "norms": {QKNorm: true},
 		"biases": {QKVBias: true}, "gemma": {GELU: true, PostNorms: true, NormPlusOne: true},
 		"without RoPE": {Blocks: []llm.Block{{}, {NoRoPE: true}}},
+		"gpt2": {QKVBias: true, OutBias: true, MLPBias: true, LayerNorm: true, PlainMLP: true, GELU: true,
+			Positions: 1100, Blocks: []llm.Block{{NoRoPE: true}}},
+		"olmo2": {QKNorm: true, WideQKNorm: true, PostNorms: true, NoPreNorms: true}, "scaled": {EmbedScale: 4},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := llm.Config{Vocab: 19, Dim: 16, Layers: 2, Heads: 4, KVHeads: 2, Seq: 1100,
@@ -1077,13 +1083,14 @@ func TestDecoding(t *testing.T) {
 			var attention *Machine
 			var cached *gorgonia.Node
 			onGPU := decode(func(g *llm.Graph) (llm.Machine, error) {
-				machine, err := NewMachine(device, g.G, WithStrict(),
+				machine, err := NewMachine(device, g.G, WithStrict(), joint,
 					WithParams(g.Params...), WithOutputs(g.Outputs()...))
 				if err == nil && g.Position != nil {
 					attention = machine
 					for n := range machine.runner.Program.Caches {
 						cached = n
 					}
+					require.Len(t, machine.runner.Program.Calls, 1, "the step is not a single kernel")
 				}
 				return machine, err
 			})
@@ -2431,4 +2438,85 @@ func TestChild(t *testing.T) {
 	require.NoError(t, device.ctx.Launch(kernel, one, l.machine.runner.Stream, new(gpu.Args)))
 	l.checkLost(t, device, 0)
 	t.Log(device.Close())
+}
+
+// TestBatches continues several texts on a device at the same time, with few pages and several kinds of
+// attention, and compares all logits with those of a batcher on the CPU. A batcher must leave no memory
+// behind.
+func TestBatches(t *testing.T) {
+	device, _ := openFake(t, fake.Config{})
+	for name, traits := range map[string]llm.Traits{
+		"llama": {}, "windows": {Blocks: []llm.Block{{Window: 7}, {}}}, "norms": {QKNorm: true},
+		"biases": {QKVBias: true}, "gemma": {GELU: true, PostNorms: true, NormPlusOne: true},
+		"gpt2": {QKVBias: true, OutBias: true, MLPBias: true, LayerNorm: true, PlainMLP: true, GELU: true,
+			Positions: 100, Blocks: []llm.Block{{NoRoPE: true}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := llm.Config{Vocab: 19, Dim: 16, Layers: 2, Heads: 4, KVHeads: 2, Seq: 100,
+				Traits: traits}
+			m, err := llm.NewModel(c.Default(), tensor.Float32, 1)
+			require.NoError(t, err)
+			g, read := valueless(t, m, llm.ForLogits, Float32)
+			owner, err := NewMachine(device, g.G, WithFrozen(read, g.Params...))
+			require.NoError(t, err)
+
+			steps := 0
+			i := llm.InferenceOf(m.Config, func(g *llm.Graph) (llm.Machine, error) {
+				m, err := NewMachine(device, g.G, WithStrict(), joint, WithParamsOf(owner), WithOutputs(g.Outputs()...))
+				if err == nil && g.IDs.Shape()[0] == 1 {
+					require.Len(t, m.runner.Program.Calls, 1, "the step of one text is not a single kernel")
+					steps++
+				}
+				return m, err
+			}, owner.Close)
+			onGPU, err := i.NewBatcher(llm.BatcherOptions{Texts: 3, Rows: 20, Tokens: 5 * 64})
+			require.NoError(t, err)
+			onCPU, err := llm.NewBatcher(m, llm.BatcherOptions{Rows: 128})
+			require.NoError(t, err)
+
+			var texts sync.WaitGroup
+			for i := range 5 {
+				texts.Go(func() {
+					got, err := onGPU.Decoder()
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					want, err := onCPU.Decoder()
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					tokens := make([]int, 55+8*i)
+					for j := range tokens {
+						tokens[j] = (j*j + i%2) % 19
+					}
+					for range 12 {
+						x, err := got(t.Context(), tokens)
+						if err != nil {
+							t.Error(err)
+							return
+						}
+						y, err := want(t.Context(), tokens)
+						if err != nil {
+							t.Error(err)
+							return
+						}
+						for j, v := range y.([]float32) {
+							if d := v - x.([]float32)[j]; !(d < 1e-5 && d > -1e-5) {
+								t.Errorf("text %d after %d tokens: logit %d is off by %g", i, len(tokens), j, d)
+								return
+							}
+						}
+						tokens = append(tokens, (7*len(tokens)+i)%19)
+					}
+				})
+			}
+			texts.Wait()
+			require.NoError(t, onGPU.Close())
+			require.NoError(t, onCPU.Close())
+			require.Positive(t, steps)
+			requireNoLeaks(t, device)
+		})
+	}
 }

@@ -66,7 +66,7 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 		}
 	}
 
-	c.Device, c.Timed = d.info, c.monitor > 0
+	c.Device, c.Timed, c.PageMemory = d.info, c.monitor > 0, d.memoryOfPages
 	if s := c.share; s != nil {
 		c.Shared, c.SharedParams = s.runner.Program, s.config.Params
 	}

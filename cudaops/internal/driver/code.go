@@ -47,6 +47,7 @@ type launchFrame struct {
 	extra  [5]uintptr // {PARAM_BUFFER_POINTER, args, PARAM_BUFFER_SIZE, &size, END}
 	size   uintptr
 	args   []byte
+	params []uintptr // the address of each parameter in args
 	config launchConfig
 	attrs  [3]launchAttribute
 }
@@ -79,8 +80,18 @@ func (c *context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *g
 		uintptr(unsafe.Pointer(&frame.size)), 0}
 	frame.set(l, s)
 	err := c.Watch(s, gpu.Work{Name: f.Name}, func() error {
-		return c.call(&c.LaunchKernel, uintptr(unsafe.Pointer(&frame.config)), f.Handle, 0,
-			uintptr(unsafe.Pointer(&frame.extra)))
+		if !l.Cooperative {
+			return c.call(&c.LaunchKernel, uintptr(unsafe.Pointer(&frame.config)), f.Handle, 0,
+				uintptr(unsafe.Pointer(&frame.extra)))
+		}
+
+		// A capture rejects a cooperative launch whose parameters are in a buffer.
+		frame.params = frame.params[:0]
+		for _, offset := range a.Offsets() {
+			frame.params = append(frame.params, uintptr(unsafe.Pointer(&frame.args[offset])))
+		}
+		return c.call(&c.LaunchKernel, uintptr(unsafe.Pointer(&frame.config)), f.Handle,
+			uintptr(unsafe.Pointer(unsafe.SliceData(frame.params))), 0)
 	})
 	if err != nil {
 		return inDetail(err, "kernel "+f.Name+", "+l.String())

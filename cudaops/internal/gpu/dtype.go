@@ -1,6 +1,8 @@
 package gpu
 
 import (
+	"math"
+
 	"github.com/kasmina-go/kasmina/internal/half"
 )
 
@@ -49,6 +51,14 @@ func Encode[F float32 | float64](raw []byte, t DType, x []F) {
 
 // Decode is the inverse of Encode.
 func Decode[F float32 | float64](x []F, t DType, raw []byte) {
+	if narrow, ok := any(x).([]float32); ok && t == BFloat16 { // logits, which every drawn token waits for
+		from := View[uint16](raw)[:len(narrow)]
+		for i := range narrow {
+			narrow[i] = math.Float32frombits(uint32(from[i]) << 16)
+		}
+		return
+	}
+
 	f32, f16, b16 := View[float32](raw), View[half.Float16](raw), View[half.BFloat16](raw)
 	switch t {
 	case Float32:

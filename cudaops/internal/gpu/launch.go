@@ -107,6 +107,14 @@ type Args struct {
 // Packed returns the packed arguments, valid until the next change.
 func (a *Args) Packed() []byte { return a.buf }
 
+// Offsets returns the offset of each argument in the packed arguments.
+func (a *Args) Offsets() (all []int) {
+	for _, p := range a.params {
+		all = append(all, p.Offset)
+	}
+	return all
+}
+
 // Add appends a number or pointer, aligned to its size.
 func Add[T Number](a *Args, v T) {
 	kind := Integer

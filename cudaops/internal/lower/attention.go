@@ -1,6 +1,7 @@
 package lower
 
 import (
+	"fmt"
 	"slices"
 
 	"gorgonia.org/gorgonia"
@@ -18,6 +19,7 @@ func init() {
 	register[*op.AttentionOp](lowerAttention, nil)
 	register[*op.AttentionGradOp](lowerAttentionGrad, linearIn(-1))
 	register[*kvcache.AttentionOp](lowerCachedAttention, nil)
+	register[*kvcache.PagedAttentionOp](lowerPagedAttention, nil)
 }
 
 func attentionShape(o *op.AttentionOp, rows int) attention.Geometry {
@@ -63,6 +65,42 @@ func lowerCachedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *p
 		program.Reads(&a.Sin, t.sin), program.Reads(&a.Position, in[3]),
 		program.Uses(&a.Parts, c.Workspace(g.PartsBytes(c.o.Device))),
 		program.Updates(&a.Arrived, arrived))
+
+	return y
+}
+
+// lowerPagedAttention lowers the attention of tokens of several sequences to keys and values in pages, which
+// belong to the pages rather than to the program.
+func lowerPagedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
+	q, k := c.asActivations(n, in[0], in[1])
+	v := c.asActivation(n, in[2])
+	o := n.Op().(*kvcache.PagedAttentionOp)
+	g := decode.Geometry{Heads: o.Config.Heads, KVHeads: o.Config.KVHeads, HeadDim: o.Config.HeadDim,
+		Capacity: o.Config.Capacity, Window: o.Config.Window, Scale: o.Config.Scale}
+	a := decode.Paged{Geometry: g, Rows: q.Shape[0], Columns: in[3].Shape[1], Type: q.Type}
+
+	var pages [2]*program.Array
+	for i := range pages {
+		shape := []int{o.Pages.Count() * decode.PageTokens, k.Shape[1]}
+		pages[i] = &program.Array{Buffer: &program.Buffer{Resident: true}, Type: k.Type, Shape: shape}
+		pages[i].Bytes = pages[i].Extent()
+		at, err := c.o.PageMemory(o.Pages, 2*o.Layer+i, pages[i].Bytes)
+		c.fail(err)
+		pages[i].Base = at
+	}
+
+	t := c.rotation(o.Config.RoPE)
+	y := c.NewArray(q.Type, n.Shape()...)
+	// zero before and after every launch, so that all layers can share it
+	key := fmt.Sprint("paged ", a.Counters())
+	if c.counters[key] == nil {
+		c.counters[key] = c.NewConstant(make([]float32, a.Counters()))
+	}
+	addCall(c, n, &a, program.Writes(&a.Y, y), program.Reads(&a.Q, q), program.Reads(&a.K, k),
+		program.Reads(&a.V, v), program.Updates(&a.Keys, pages[0]), program.Updates(&a.Values, pages[1]),
+		program.Reads(&a.Cos, t.cos), program.Reads(&a.Sin, t.sin), program.Reads(&a.Table, in[3]),
+		program.Uses(&a.Parts, c.Workspace(a.PartsBytes(c.o.Device))),
+		program.Updates(&a.Arrived, c.counters[key]))
 
 	return y
 }

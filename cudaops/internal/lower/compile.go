@@ -17,6 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/op/kvcache"
 )
 
 func init() {
@@ -41,6 +42,10 @@ type Options struct {
 	Shared       *program.Program // program that owns the shared parameters; nil if there are none
 	SharedParams gorgonia.Nodes
 
+	// PageMemory returns the memory of a kvcache.Pages with the given number and size, allocating it when it
+	// is first asked for.
+	PageMemory func(pages *kvcache.Pages, number, bytes int) (gpu.Ptr, error)
+
 	OnHost func(op string) bool // reports whether a rule requests an op on the host
 	Warn   func(message string)
 	program.Chooser
@@ -59,6 +64,7 @@ type compiler struct {
 	// the inputs that each resident array of parameters or constants derives from
 	sources    map[*program.Buffer][]*program.Input
 	rotations  map[string]*rotationTables // keyed by rotationKey
+	counters   map[string]*program.Array  // zeros that launches leave as zeros
 	documents  map[documentKey]*program.Array
 	projected  map[*gorgonia.Node]*projections // keyed by linear nodes, and by the queries
 	gradients  map[gorgonia.Op]gorgonia.Nodes  // gradient nodes of each forward op
@@ -85,6 +91,7 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 		inputOf:   map[*program.Buffer]*program.Input{},
 		sources:   map[*program.Buffer][]*program.Input{},
 		rotations: map[string]*rotationTables{},
+		counters:  map[string]*program.Array{},
 		documents: map[documentKey]*program.Array{},
 		projected: map[*gorgonia.Node]*projections{},
 		gradients: map[gorgonia.Op]gorgonia.Nodes{}, updateOnly: o.updateOnly(),
@@ -110,6 +117,10 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 
 	if o.Accumulate {
 		c.accumulate()
+	}
+
+	if c.joinSteps(); c.err != nil {
+		return nil, nil, c.err
 	}
 
 	c.Narrow(c.lasting)

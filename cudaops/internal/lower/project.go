@@ -96,7 +96,7 @@ func (c *compiler) project(n *gorgonia.Node) {
 
 // attends reports whether a node is an attention.
 func attends(n *gorgonia.Node) bool {
-	return isOp[*op.AttentionOp](n) || isOp[*kvcache.AttentionOp](n)
+	return isOp[*op.AttentionOp](n) || isOp[*kvcache.AttentionOp](n) || isOp[*kvcache.PagedAttentionOp](n)
 }
 
 func isOp[T any](n *gorgonia.Node) bool {

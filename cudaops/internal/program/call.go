@@ -50,6 +50,30 @@ func Prepared(launch any, args ...Arg) *Call {
 	})}
 }
 
+// Join returns a call that does the work of several calls. Its launch is join's result for their launches,
+// with the addresses set. launch is of the same type and identifies it to passes. more are operands that
+// only the joint launch has.
+func Join(calls []*Call, launch any, join func(launches []any) any, more ...Arg) *Call {
+	var args []Arg
+	for _, c := range calls {
+		args = append(args, c.Args...)
+	}
+
+	joint := Prepared(launch, append(args, more...)...)
+	joint.value = func() any {
+		launches := make([]any, len(calls))
+		for i, c := range calls {
+			launches[i] = c.value()
+		}
+		return join(launches)
+	}
+	for _, c := range calls {
+		joint.FLOPs += c.FLOPs
+	}
+
+	return joint
+}
+
 // InPlace names a result that may be written over an operand, provided that no later call needs the
 // operand. From is nil if the call does not support this.
 type InPlace struct{ From, To *Array }

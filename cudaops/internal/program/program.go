@@ -50,7 +50,9 @@ type Buffer struct {
 	plan.Interval
 	Resident bool
 	Data     []float32 // initial contents; nil if they don't matter
-	Base     gpu.Ptr   // device address, once memory is allocated
+	// Table, if not nil, returns the initial contents once all buffers have addresses.
+	Table func() ([]byte, error)
+	Base  gpu.Ptr // device address, once memory is allocated
 }
 
 // Narrow drops the float32 array of each frozen input that the calls read only through a single copy

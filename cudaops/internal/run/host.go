@@ -34,13 +34,24 @@ func (r *Runner) FetchFloats(a *program.Array, dst []float32) error {
 	if a.Type == gpu.Float32 {
 		return r.copyToHost(gpu.Bytes(dst)[:a.Extent()], a.Ptr())
 	}
-	raw := make([]byte, a.Extent())
-	err := r.copyToHost(raw, a.Ptr())
-	if err == nil {
-		gpu.Decode(dst[:a.Len()], a.Type, raw)
-	}
-	return err
+
+	// Several goroutines convert elements while others are being copied.
+	size, n := a.Type.Size(), a.Len()
+	each := min(pieceBytes/size, max(leastConverted, (n+transferWorkers-1)/transferWorkers))
+	return r.transfer((n+each-1)/each, func(i int, pinned []byte) error {
+		to := dst[i*each : min(n, (i+1)*each)]
+		part := pinned[:len(to)*size]
+		err := Joined(r.Ctx.CopyToHost(part, a.Ptr().Offset(i*each*size), r.Stream), r.Ctx.SyncStream(r.Stream))
+		if err == nil {
+			gpu.Decode(to, a.Type, part)
+		}
+		return err
+	})
 }
+
+// leastConverted is the number of elements that one goroutine converts in less time than it takes to start
+// another.
+const leastConverted = 1 << 15
 
 // FetchBytes copies an array to dst exactly as it is stored in device memory.
 func (r *Runner) FetchBytes(a *program.Array, dst []byte) error {

@@ -58,6 +58,15 @@ func (g Geometry) together() int {
 // blocks returns the number of groups into which the query heads of a key-value head are divided.
 func (g Geometry) blocks() int { return kernel.CeilDiv(g.Heads/g.KVHeads, g.together()) }
 
+// lanes returns the number of lanes that share a key.
+func (g Geometry) lanes() int {
+	lanes := 8
+	for lanes*elements < g.HeadDim {
+		lanes *= 2
+	}
+	return lanes
+}
+
 // slices returns the largest number of slices into which the positions are divided. It is just
 // large enough to keep the GPU busy.
 func (g Geometry) slices(d gpu.DeviceInfo) int {
@@ -70,8 +79,16 @@ func (g Geometry) PartsBytes(d gpu.DeviceInfo) int {
 	return 4 * g.Heads * g.slices(d) * (g.HeadDim + 2)
 }
 
-// Counters returns the number of elements of Arrived.
-func (g Geometry) Counters() int { return g.KVHeads * g.blocks() }
+// Counters returns the number of elements of Arrived. A Step divides the query heads into smaller groups
+// than an Attention by itself.
+func (g Geometry) Counters() int {
+	return g.KVHeads * kernel.CeilDiv(g.Heads/g.KVHeads, min(g.together(), togetherHeads))
+}
+
+// packed reports whether the kernels can read 16 bytes at a time.
+func (a Attention) packed() bool {
+	return kernel.Packed(a.Type, a.HeadDim, a.Q, a.Keys, a.Values) && a.HeadDim%elements == 0
+}
 
 // Launch enqueues one kernel.
 func (a Attention) Launch(q *kernel.Queue) {
@@ -80,18 +97,12 @@ func (a Attention) Launch(q *kernel.Queue) {
 			a.HeadDim, maxDim)
 	}
 
-	lanes := 8
-	for lanes*elements < a.HeadDim {
-		lanes *= 2
-	}
-
-	packed := kernel.Packed(a.Type, a.HeadDim, a.Keys, a.Values) && a.HeadDim%elements == 0
 	slices := a.slices(q.Info)
 	q.Run("decode_attention",
-		fmt.Sprintf("decode_attention_%d_%d%s", lanes, a.together(), kernel.Suffix(a.Type)),
+		fmt.Sprintf("decode_attention_%d_%d%s", a.lanes(), a.together(), kernel.Suffix(a.Type)),
 		gpu.LaunchConfig{Grid: gpu.Dim{X: slices, Y: a.KVHeads, Z: a.blocks()},
 			Block: gpu.Dim{X: threads}, Overlap: true},
 		kernel.Struct{a.Q, a.K, a.V, a.Y, a.Keys, a.Values, a.Cos, a.Sin, a.Position, a.Parts,
 			a.Arrived, a.Heads, a.KVHeads, a.HeadDim, a.Capacity, a.Window, slices, a.Scale,
-			packed})
+			a.packed()})
 }

@@ -9,10 +9,12 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	cpuattention "github.com/kasmina-go/kasmina/internal/cpu/attention"
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 	"github.com/kasmina-go/kasmina/internal/randtest"
+	"github.com/kasmina-go/kasmina/op/kvcache"
 )
 
 // TestAttention checks that decoding one token after another gives the same outputs as attention
@@ -180,9 +182,17 @@ func TestLost(t *testing.T) {
 
 func TestConstantsMatchSources(t *testing.T) {
 	kerneltest.MatchSource(t, "decode_attention.cu",
-		fmt.Sprintf("kThreads = %d, kElements = %d,", threads, elements),
+		fmt.Sprintf("kThreads = %d;", threads))
+	kerneltest.MatchSource(t, "decode_attention.cuh",
+		fmt.Sprintf("kElements = %d,", elements),
 		fmt.Sprintf("kLeastKeys = %d;", minKeys), fmt.Sprintf("kMostSlices = %d;", maxSlices))
+	kerneltest.MatchSource(t, "decode_attention.cuh", fmt.Sprintf("kPageTokens = %d;", PageTokens))
 	kerneltest.MatchSource(t, "decode_product.cu", fmt.Sprintf("kWarps = %d,", warps))
+	kerneltest.MatchSource(t, "decode_step.cu", fmt.Sprintf("kRowPacks = %d;", rowPacks),
+		fmt.Sprintf("kTogetherHeads = %d;", togetherHeads), fmt.Sprintf("void* p[%d];", opPointers),
+		fmt.Sprintf("n[%d];", opSizes), fmt.Sprintf("kPaged = %d,", flagPaged),
+		fmt.Sprintf("kWarps = %d, kPieceBytes = %d;", stepWarps, pieceBytes))
+	require.Equal(t, PageTokens, kvcache.PageTokens)
 }
 
 // scaled returns n normally distributed numbers, divided by the square root of depth.
@@ -192,4 +202,104 @@ func scaled(r *rand.Rand, n, depth int) []float64 {
 		x[i] = r.NormFloat64() / math.Sqrt(float64(depth))
 	}
 	return x
+}
+
+// TestPaged compares attention to pages with attention to contiguous keys and values, for several sequences
+// with tokens in random order.
+func TestPaged(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for i, c := range []struct{ heads, kvHeads, dim, window int }{
+		{2, 2, 64, 0}, {8, 2, 128, 0}, {14, 2, 64, 0}, {4, 1, 256, 70}, {9, 3, 80, 20}, {6, 6, 10, 7}, {20, 1, 16, 0},
+	} {
+		for _, dt := range kerneltest.StorageTypes {
+			g.Scope(fmt.Sprintf("%+v/%v", c, dt), func(g *kerneltest.Rig) {
+				s := Geometry{Heads: c.heads, KVHeads: c.kvHeads, HeadDim: c.dim, Capacity: 400, Window: c.window,
+					Scale: 0.3}
+				paged(g, s, dt, i)
+			})
+		}
+	}
+}
+
+// paged decodes the last tokens of three sequences in one launch.
+func paged(g *kerneltest.Rig, s Geometry, dt gpu.DType, i int) {
+	lengths, last := []int{3, 130, 390}, []int{2, 30, 1} // tokens, and those in the launch
+	const columns, pages, gap = 8, 20, 3
+	qd, kd, half := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim/2
+	rows := 0
+	for _, n := range last {
+		rows += n
+	}
+	rows++ // one row belongs to no sequence
+
+	angles := make([]float64, s.Capacity*half)
+	cosines, sines := make([]float64, len(angles)), make([]float64, len(angles))
+	for i := range angles {
+		sines[i], cosines[i] = math.Sincos(g.Rand.Float64() * 7)
+	}
+	cos, cr := g.Upload(cosines, kerneltest.F32, 0)
+	sin, sr := g.Upload(sines, kerneltest.F32, 0)
+
+	// Rows of queries, keys and values lie next to each other, with a gap.
+	stride := qd + 2*kd + gap*8
+	in := make([]float64, rows*stride)
+	table := make([]int, rows*columns)
+	for r := range rows {
+		table[r*columns] = -1
+	}
+	free := g.Rand.Perm(pages)
+	cache := [2][]float64{make([]float64, pages*PageTokens*kd), make([]float64, pages*PageTokens*kd)}
+	want := make([]float64, rows*qd)
+	order, row := g.Rand.Perm(rows), 0
+	for n, length := range lengths {
+		draw := func(n int) []float64 {
+			x := make([]float64, n)
+			for i := range x {
+				x[i] = g.Rand.NormFloat64()
+			}
+			return kerneltest.Decode(kerneltest.Encode(x, dt), dt)
+		}
+		q, k, v := draw(length*qd), draw(length*kd), draw(length*kd)
+		turnedQ, turnedK := make([]float64, len(q)), make([]float64, len(k))
+		layer.RoPE(turnedQ, q, cr[:length*half], sr[:length*half], length, s.Heads, s.HeadDim, false)
+		layer.RoPE(turnedK, k, cr[:length*half], sr[:length*half], length, s.KVHeads, s.HeadDim, false)
+		turnedK = kerneltest.Decode(kerneltest.Encode(turnedK, dt), dt)
+		y, normalizers := make([]float64, length*qd), make([]float64, 2*s.Heads*length)
+		cpuattention.Forward(y, normalizers, turnedQ, turnedK, v, cpuattention.Shape{Batch: 1, Seq: length,
+			Heads: s.Heads, KVHeads: s.KVHeads, HeadDim: s.HeadDim, Causal: true, Scale: s.Scale, Window: s.Window})
+
+		own := free[:(length+PageTokens-1)/PageTokens]
+		free = free[len(own):]
+		for p := range length {
+			to := own[p/PageTokens]*PageTokens + p%PageTokens
+			if p < length-last[n] {
+				copy(cache[0][to*kd:], turnedK[p*kd:][:kd])
+				copy(cache[1][to*kd:], v[p*kd:][:kd])
+				continue
+			}
+			r := order[row]
+			row++
+			copy(in[r*stride:], q[p*qd:][:qd])
+			copy(in[r*stride+qd:], k[p*kd:][:kd])
+			copy(in[r*stride+qd+kd:], v[p*kd:][:kd])
+			table[r*columns] = p
+			copy(table[r*columns+1:], own)
+			copy(want[r*qd:], y[p*qd:][:qd])
+		}
+	}
+
+	wide, _ := g.Upload(in, dt, 0)
+	at := func(column int) kernel.Rows { return kernel.Rows{Ptr: wide.Offset(column * dt.Size()), Stride: stride} }
+	keys, _ := g.Upload(cache[0], dt, 0)
+	values, _ := g.Upload(cache[1], dt, 0)
+	y := g.Alloc(rows*qd, dt, 0)
+	a := Paged{Geometry: s, Y: y.Ptr, Keys: keys.Ptr, Values: values.Ptr, Q: at(0), K: at(qd), V: at(qd + kd),
+		Cos: cos.Ptr, Sin: sin.Ptr, Table: g.UploadInts(table), Rows: rows, Columns: columns, Type: dt}
+	arrived, _ := g.Upload(make([]float64, a.Counters()), kerneltest.F32, 0)
+	a.Arrived, a.Parts = arrived.Ptr, g.Alloc(a.PartsBytes(g.Info)/4, kerneltest.F32, 0).Ptr
+	for range 2 {
+		g.Must(g.Ctx.Memset8(y.Ptr, 0xff, y.Bytes(), g.Stream))
+		g.Must(g.Launch(g.Stream, a))
+		g.Near("y", y, want, 4*kerneltest.Forward(dt))
+	}
 }

@@ -1,0 +1,64 @@
+package decode
+
+import (
+	"fmt"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+)
+
+// PageTokens is the number of tokens in a page; see kvcache.PageTokens.
+const PageTokens = 64
+
+// Paged attends from the tokens of several sequences to themselves and the tokens before them. Table, an
+// int64 [Rows, Columns], holds for each row the position of its token, less than Capacity, and the pages of
+// its sequence. A row with a negative position gets zeros.
+//
+// Keys and Values, [pages, PageTokens, KVHeads·HeadDim], are the cache. The launch first stores the rows'
+// own keys K and values V in it, and then computes [Attention] for every row.
+type Paged struct {
+	Geometry
+	Y, Keys, Values gpu.Ptr
+	Q, K, V         kernel.Rows
+	Cos, Sin        gpu.Ptr // float32; null without RoPE
+	Table           gpu.Ptr
+	Parts           gpu.Ptr // workspace of PartsBytes
+	Arrived         gpu.Ptr // Counters elements of uint32, zero before and after a launch
+	Rows, Columns   int
+	Type            gpu.DType
+}
+
+// rowSlices returns the largest number of slices into which the positions of a row are divided. Several
+// slices even out the work of sequences of different lengths.
+func (a Paged) rowSlices(d gpu.DeviceInfo) int {
+	const atLeast = 4
+	return max(1, min(maxSlices, kernel.CeilDiv(a.Capacity, minKeys),
+		max(atLeast, kernel.CeilDiv(2*max(1, d.SMs), a.Rows*a.KVHeads*a.blocks()))))
+}
+
+// PartsBytes returns the size of Parts in bytes.
+func (a Paged) PartsBytes(d gpu.DeviceInfo) int {
+	return 4 * a.Rows * a.Heads * a.rowSlices(d) * (a.HeadDim + 2)
+}
+
+// Counters returns the number of elements of Arrived.
+func (a Paged) Counters() int { return a.Rows * a.Geometry.Counters() }
+
+// Launch enqueues two kernels.
+func (a Paged) Launch(q *kernel.Queue) {
+	if a.HeadDim > maxDim {
+		q.Err = fmt.Errorf("kernels.DecodePaged: heads of %d features, want at most %d", a.HeadDim, maxDim)
+	}
+
+	vector := kernel.Vector(a.Type)
+	packed := kernel.Packed(a.Type, a.HeadDim, a.Q.Ptr, a.Keys, a.Values) && a.HeadDim%elements == 0 &&
+		a.Q.Stride%vector == 0
+	slices := a.rowSlices(q.Info)
+	args := kernel.Struct{a.Q.Ptr, a.K.Ptr, a.V.Ptr, a.Y, a.Keys, a.Values, a.Cos, a.Sin, a.Table, a.Parts,
+		a.Arrived, a.Heads, a.KVHeads, a.HeadDim, a.Capacity, a.Window, slices, a.Scale, packed, a.Rows,
+		a.Columns, a.Q.Stride, a.K.Stride, a.V.Stride}
+	q.Run("decode_paged", "decode_append"+kernel.Suffix(a.Type), kernel.Line(a.Rows, threads), args)
+	q.Run("decode_paged", fmt.Sprintf("decode_paged_%d_%d%s", a.lanes(), a.together(), kernel.Suffix(a.Type)),
+		gpu.LaunchConfig{Grid: gpu.Dim{X: slices, Y: a.KVHeads * a.blocks(), Z: a.Rows},
+			Block: gpu.Dim{X: threads}}, args)
+}
