@@ -5,11 +5,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"sync"
 	"time"
 
 	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/op/kvcache"
 	"github.com/kasmina-go/kasmina/op/lowrank"
@@ -25,14 +27,19 @@ type BatcherOptions struct {
 	Rows int
 	// Kept is the number of tokens of earlier texts whose keys and values stay cached, for later
 	// texts with the same beginning, such as the turns of a conversation. By default, the cache takes
-	// up to 512 MiB, or holds 1024 tokens if these take more. A negative number disables it.
+	// up to 512 MiB, or holds 1024 tokens if these take more. A negative number disables it. Batchers of
+	// an [Inference] ignore it and use Tokens instead.
 	Kept int
 	// Adapters are low-rank adapters for the model. Each text uses one of them or none, in the same
 	// passes; see [Batcher.Adapted].
 	Adapters []*Adapter
+	// Tokens is the number of tokens whose keys and values fit in the cache of a batcher of an
+	// [Inference]. They belong to the current texts, and as far as there is room to earlier ones. The
+	// default is 1024 tokens for each of Texts, or the model's context if that is more.
+	Tokens int
 }
 
-// Batcher continues any number of texts at the same time, on the CPU. Each pass over the model computes
+// Batcher continues any number of texts at the same time. Each pass over the model computes
 // one token for every waiting text, so that all texts share a single read of the weights. Texts may join
 // and leave between any two passes (Yu et al., "Orca: A Distributed Serving System for Transformer-Based
 // Generative Models", 2022).
@@ -40,13 +47,15 @@ type BatcherOptions struct {
 // Any number of goroutines may use a Batcher at the same time. While a trainer runs, each pass waits for the
 // end of the current step.
 type Batcher struct {
-	model   *Model        // or nil
-	compact *CompactModel // replaces the model if that is nil
-	config  Config
-	options BatcherOptions
-	stop    func(error)
-	stopped context.Context
-	done    chan struct{}
+	model     *Model         // or nil
+	compact   *CompactModel  // replaces the model if that is nil
+	inference *Inference     // replaces both if they are nil; closed with the batcher
+	pages     *kvcache.Pages // of the inference
+	config    Config
+	options   BatcherOptions
+	stop      func(error)
+	stopped   context.Context
+	done      chan struct{}
 
 	mu      sync.Mutex
 	waiting []*batchJob
@@ -64,8 +73,9 @@ type Batcher struct {
 	last     time.Duration // time of the last pass
 }
 
-// passShape is the shape of a graph for a pass: the number of tokens, and of tokens that get logits.
-type passShape struct{ rows, wanted int }
+// passShape is the shape of a graph for a pass: the number of tokens, of tokens that get logits, and of
+// positions, or 0 for all.
+type passShape struct{ rows, wanted, positions int }
 
 // withSpans makes a ForLogits graph process the given number of tokens of arbitrary sequences, which
 // spans describes. Config.Seq, or the window of WithWindow, limits the positions.
@@ -79,6 +89,7 @@ type batchText struct {
 	adapter  int
 	sequence *kvcache.Sequence
 	seen     uint64 // changes of the model when it was computed
+	evicted  bool   // its pages belong to other texts
 }
 
 // A batchJob is a request for the logits that follow a text.
@@ -114,9 +125,41 @@ func NewCompactBatcher(m *CompactModel, o BatcherOptions) (*Batcher, error) {
 	return newBatcherOf(&Batcher{compact: m, config: m.parts.Config}, o)
 }
 
+// newDeviceBatcher returns a batcher that computes on an inference's machines, which must support
+// [kvcache.PagedAttention].
+func newDeviceBatcher(i *Inference, o BatcherOptions) (*Batcher, error) {
+	m, err := i.parts()
+	switch {
+	case err != nil:
+	case i.outline == nil:
+		err = errors.New("the model is on the host and the machines are not, which no batcher supports: load the " +
+			"model with package llm/gpu")
+	case len(o.Adapters) > 0:
+		err = errors.New("adapters of single texts need a model on the CPU")
+	}
+	if err != nil {
+		return nil, fmt.Errorf("llm: NewBatcher: %w", err)
+	}
+
+	o.Tokens = cmp.Or(o.Tokens, max(m.Config.Seq, 1024*cmp.Or(o.Texts, defaultTexts)))
+	if o.Tokens < m.Config.Seq {
+		return nil, fmt.Errorf("llm: NewBatcher: the cache holds %d tokens, and a text can have %d: choose a "+
+			"smaller context or a larger cache", o.Tokens, m.Config.Seq)
+	}
+	o.Kept = math.MaxInt // earlier texts stay until their pages are needed
+	pages, err := kvcache.NewPages((o.Tokens + kvcache.PageTokens - 1) / kvcache.PageTokens)
+	if err != nil {
+		return nil, fmt.Errorf("llm: NewBatcher: %w", err)
+	}
+	return newBatcherOf(&Batcher{inference: i, pages: pages, config: m.Config}, o)
+}
+
+// defaultTexts is the default of BatcherOptions.Texts.
+const defaultTexts = 32
+
 // newBatcherOf completes a batcher for its model.
 func newBatcherOf(b *Batcher, o BatcherOptions) (*Batcher, error) {
-	o.Texts, o.Rows = cmp.Or(o.Texts, 32), cmp.Or(o.Rows, 128)
+	o.Texts, o.Rows = cmp.Or(o.Texts, defaultTexts), cmp.Or(o.Rows, 128)
 	o.Kept = cmp.Or(o.Kept, max(1024, keptBytes/bytesPerToken(b.parts())))
 	if o.Texts < 1 || o.Rows < o.Texts {
 		return nil, fmt.Errorf("llm: NewBatcher: %d texts and %d rows, want at least one text and as many "+
@@ -131,7 +174,7 @@ func newBatcherOf(b *Batcher, o BatcherOptions) (*Batcher, error) {
 
 	// Fail now rather than at the first text if the model cannot be computed in batches.
 	if err := b.prepare(); err != nil {
-		return nil, fmt.Errorf("llm: NewBatcher: %w", err)
+		return nil, errors.Join(fmt.Errorf("llm: NewBatcher: %w", err), b.closeGraphs(), b.pages.Close())
 	}
 
 	go b.run()
@@ -149,7 +192,10 @@ func bytesPerToken(m ModelParts) int {
 
 // parts returns the parts to build graphs from.
 func (b *Batcher) parts() ModelParts {
-	if b.compact != nil {
+	switch {
+	case b.inference != nil:
+		return *b.inference.outline
+	case b.compact != nil:
 		return b.compact.parts
 	}
 	return b.model.Parts()
@@ -221,8 +267,11 @@ func (b *Batcher) check(tokens []int) error {
 func (b *Batcher) Close() error {
 	b.stop(errBatcherClosed)
 	<-b.done
-	err := b.closeGraphs()
+	err := errors.Join(b.closeGraphs(), b.pages.Close())
 	b.kept = nil
+	if b.inference != nil {
+		err = errors.Join(err, b.inference.Close())
+	}
 	return err
 }
 
@@ -305,12 +354,16 @@ func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
 	}
 
 	chosen := b.choose(jobs)
+	if len(chosen) == 0 {
+		return nil, errors.New("the cache has no room for any text")
+	}
 	spans := make([]kvcache.Span, len(chosen))
 	var finishing []*batchJob
 	var lastRows []int // the rows of their last tokens
-	rows := 0
+	rows, positions := 0, 0
 	var adapters []int // of the rows
 	for i, c := range chosen {
+		positions = max(positions, len(c.text.tokens)+c.rows)
 		adapters = append(adapters, slices.Repeat([]int{c.adapter}, c.rows)...)
 		spans[i] = kvcache.Span{Sequence: c.text.sequence, Start: len(c.text.tokens), Rows: c.rows}
 		rows += c.rows
@@ -323,14 +376,20 @@ func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
 	}
 	b.selected.Set(adapters)
 
-	r, err := b.graph(rows, len(finishing))
+	r, err := b.graph(rows, len(finishing), positions)
 	if err != nil {
 		return nil, err
 	}
 	if err := b.let(r.Graph, chosen, lastRows); err != nil {
 		return nil, err
 	}
-	logits, err := r.logits(b.stopped)
+	var logits any
+	if len(finishing) > 0 {
+		logits, err = r.logits(b.stopped)
+	} else if err = r.run(b.stopped); err == nil && b.inference != nil {
+		// The machine of the next pass may be another one, which does not wait for this one.
+		_, err = r.Machine.Value(r.Rows)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -340,7 +399,7 @@ func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
 		c.text.tokens = append(c.text.tokens, c.next()...)
 	}
 	for i, j := range finishing {
-		j.logits = copyOfRow(logits, i, r.Logits.Shape()[1])
+		j.logits = b.rowOf(logits, i, r.Logits.Shape()[1])
 		b.keep(j.text)
 	}
 
@@ -363,7 +422,7 @@ func (c batchShare) next() []int { return c.tokens[len(c.text.tokens):][:c.rows]
 func (b *Batcher) choose(jobs []*batchJob) (chosen []batchShare) {
 	left := b.options.Rows
 	assign := func(j *batchJob, rows int) {
-		if n := min(rows, left); n > 0 {
+		if n := min(rows, left); n > 0 && b.reserve(j.text, n, chosen) {
 			chosen, left = append(chosen, batchShare{j, n}), left-n
 		}
 	}
@@ -371,6 +430,9 @@ func (b *Batcher) choose(jobs []*batchJob) (chosen []batchShare) {
 	var prompts []*batchJob
 	for _, j := range jobs {
 		b.locate(j)
+		if b.pages != nil {
+			b.keep(j.text)
+		}
 		switch missing := len(j.tokens) - len(j.text.tokens); {
 		case missing > 1:
 			prompts = append(prompts, j)
@@ -379,20 +441,49 @@ func (b *Batcher) choose(jobs []*batchJob) (chosen []batchShare) {
 		}
 	}
 	for _, j := range prompts {
+		if j.text.evicted { // for one of the texts that were chosen before it
+			b.locate(j)
+			b.keep(j.text)
+		}
 		assign(j, len(j.tokens)-len(j.text.tokens))
 	}
 
 	return chosen
 }
 
+// reserve ensures that the cache has room for more tokens of a text. If necessary, it evicts texts that are
+// not among the chosen ones, least recently used first.
+func (b *Batcher) reserve(t *batchText, tokens int, chosen []batchShare) bool {
+	if b.pages == nil {
+		return true
+	}
+
+	for t.sequence.Reserve(len(t.tokens)+tokens) != nil {
+		last := len(b.kept) - 1
+		for last >= 0 && (b.kept[last] == t || slices.ContainsFunc(chosen, func(c batchShare) bool {
+			return c.text == b.kept[last]
+		})) {
+			last--
+		}
+		if last < 0 {
+			return false
+		}
+		b.kept[last].sequence.Release()
+		b.kept[last].evicted = true
+		b.kept = slices.Delete(b.kept, last, last+1)
+	}
+
+	return true
+}
+
 // locate assigns to a job a text that holds a proper prefix of the job's tokens.
 func (b *Batcher) locate(j *batchJob) {
-	if t := j.text; t != nil && t.seen == b.seen && commonPrefix(t.tokens, j.tokens) == len(t.tokens) &&
+	if t := j.text; t != nil && t.seen == b.seen && !t.evicted && commonPrefix(t.tokens, j.tokens) == len(t.tokens) &&
 		len(t.tokens) < len(j.tokens) {
 		return
 	}
 
-	most, longest := 0, &batchText{sequence: &kvcache.Sequence{}}
+	most, longest := 0, &batchText{sequence: b.newSequence()}
 	for _, t := range b.kept {
 		if t.adapter != j.adapter {
 			continue
@@ -401,8 +492,17 @@ func (b *Batcher) locate(j *batchJob) {
 			most, longest = n, t
 		}
 	}
-	j.text = &batchText{tokens: slices.Clone(longest.tokens[:most]), adapter: j.adapter,
-		sequence: longest.sequence.Prefix(most), seen: b.seen}
+	prefix := longest.sequence.Prefix(most)
+	j.text = &batchText{tokens: slices.Clone(longest.tokens[:prefix.Len()]), adapter: j.adapter,
+		sequence: prefix, seen: b.seen}
+}
+
+// newSequence returns a sequence without tokens.
+func (b *Batcher) newSequence() *kvcache.Sequence {
+	if b.pages != nil {
+		return b.pages.NewSequence()
+	}
+	return &kvcache.Sequence{}
 }
 
 // commonPrefix returns the number of tokens that two texts share at their start.
@@ -432,13 +532,13 @@ func (b *Batcher) keep(t *batchText) {
 // prepare detects changes to the model since the last pass.
 func (b *Batcher) prepare() error {
 	if b.model == nil {
-		if b.adapters == nil { // a compact model does not change
+		if b.adapters == nil && b.compact != nil { // a compact model does not change
 			var err error
 			if b.adapters, err = selectableOf(b.parts(), b.options.Adapters, b.compact.norms); err != nil {
 				return err
 			}
 		}
-		_, err := b.graph(1, 1)
+		_, err := b.graph(1, 1, 1)
 		return err
 	}
 
@@ -464,16 +564,25 @@ func (b *Batcher) prepare() error {
 		}
 	}
 
-	_, err := b.graph(1, 1)
+	_, err := b.graph(1, 1, 1)
 	return err
 }
 
 // mostGraphs is the number of cached graphs with different numbers of rows.
 const mostGraphs = 24
 
-// graph returns a graph with at least the given number of rows.
-func (b *Batcher) graph(rows, wanted int) (Runner, error) {
-	shape := passShape{roundRows(rows), roundRows(max(1, wanted))}
+// fewestPositions is the smallest number of positions of a graph for an inference.
+const fewestPositions = 1024
+
+// graph returns a graph with at least the given number of rows, of rows with logits, and of positions.
+func (b *Batcher) graph(rows, wanted, positions int) (Runner, error) {
+	shape := passShape{roundRows(rows), roundRows(max(1, wanted)), 0}
+	if b.pages != nil {
+		// Fewer graphs are worth more than fewer rows, which hardly save time on a device. Prompts can finish
+		// in addition to the texts that are continued.
+		shape.wanted = min(shape.rows, roundRows(max(wanted, b.options.Texts)))
+		shape.positions = kvcache.Room(max(positions, fewestPositions), b.config.Seq)
+	}
 	if r, ok := b.graphs[shape]; ok {
 		return r, nil
 	}
@@ -484,8 +593,12 @@ func (b *Batcher) graph(rows, wanted int) (Runner, error) {
 		}
 	}
 
-	g, err := BuildGraph(b.parts(), ForLogits, 1, withSpans(shape.rows, &b.spans), WithRows(shape.wanted),
-		withAdapters(b.adapters, &b.selected))
+	opts := []GraphOption{withSpans(shape.rows, &b.spans), WithRows(shape.wanted),
+		withAdapters(b.adapters, &b.selected)}
+	if b.pages != nil {
+		opts = append(opts, WithWindow(shape.positions), func(g *graphBuilder) { g.blocks.Pages = b.pages })
+	}
+	g, err := BuildGraph(b.parts(), ForLogits, 1, opts...)
 	if err != nil {
 		return Runner{}, err
 	}
@@ -497,12 +610,17 @@ func (b *Batcher) graph(rows, wanted int) (Runner, error) {
 }
 
 // runner returns a machine for a graph.
-func (b *Batcher) runner(g *Graph) (Runner, error) {
-	if b.compact == nil {
+func (b *Batcher) runner(g *Graph) (r Runner, err error) {
+	r.Graph = g
+	switch {
+	case b.inference != nil:
+		r.Machine, err = b.inference.Make(g)
+	case b.compact != nil:
+		r.Machine, err = b.compact.machine(g)
+	default:
 		return runnerOnCPU(g)
 	}
-	m, err := b.compact.machine(g)
-	return Runner{g, m}, err
+	return r, err
 }
 
 // roundRows rounds up to a power of two or three quarters of one, so that few graphs serve all passes.
@@ -535,15 +653,33 @@ func (b *Batcher) let(g *Graph, chosen []batchShare, wanted []int) error {
 		}
 	}
 
+	if g.Pages != nil {
+		table, err := b.spans.PageTable(rows, g.Pages.Shape()[1])
+		if err != nil {
+			return err
+		}
+		if err := gorgonia.Let(g.Pages, tensor.New(tensor.WithShape(g.Pages.Shape()...),
+			tensor.WithBacking(table))); err != nil {
+			return err
+		}
+	}
+
 	selected := make([]int, g.Rows.Shape()[0])
 	copy(selected, wanted)
 	return gorgonia.Let(g.Rows, idTensor(selected))
 }
 
-// copyOfRow returns a row of a matrix of logits.
-func copyOfRow(logits any, row, width int) any {
-	if x, ok := logits.([]float32); ok {
+// rowOf returns a row of a matrix of logits. Later passes do not overwrite it.
+func (b *Batcher) rowOf(logits any, row, width int) any {
+	switch x := logits.(type) {
+	case []float32:
+		part := x[row*width:][:width:width]
+		if b.inference == nil { // the logits of a device are a copy
+			part = slices.Clone(part)
+		}
+		return part
+	case []float64:
 		return slices.Clone(x[row*width:][:width])
 	}
-	return slices.Clone(logits.([]float64)[row*width:][:width])
+	return nil
 }

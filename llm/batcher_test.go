@@ -15,6 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/op/kvcache"
 )
 
 func newBatcher(t *testing.T, m *Model, o BatcherOptions) *Batcher {
@@ -324,4 +325,77 @@ func testBatcherAdapters(t *testing.T, dt tensor.Dtype, compact bool, tolerance 
 	other.Params = all[2].Params
 	_, err = NewBatcher(base, BatcherOptions{Adapters: []*Adapter{&other}})
 	require.ErrorContains(t, err, "does not fit the model")
+}
+
+// TestBatcherOfInference continues texts whose keys and values are in pages. There are too few pages for all
+// texts, some texts start alike, and all logits must equal those of a pass over the text alone.
+func TestBatcherOfInference(t *testing.T) {
+	learned := tiny()
+	learned.Positions, learned.Blocks = 150, []Block{{NoRoPE: true}, {NoRoPE: true}}
+	window := tiny()
+	window.Blocks = []Block{{Window: 70}, {}}
+	for name, c := range map[string]Config{"plain": tiny(), "learned positions": learned, "window": window} {
+		t.Run(name, func(t *testing.T) {
+			r := randtest.New(t)
+			c.Seq = 150
+			m, err := NewModel(c, tensor.Float64, 1)
+			require.NoError(t, err)
+			whole := wholeLogits(t, m)
+			defer whole.Machine.Close()
+			var mu sync.Mutex // of whole
+
+			parts, closed := m.Parts(), false
+			i := &Inference{outline: &parts, Make: func(g *Graph) (Machine, error) {
+				r, err := runnerOnCPU(g)
+				return r.Machine, err
+			}, owner: func() error {
+				closed = true
+				return nil
+			}}
+			_, err = i.NewBatcher(BatcherOptions{Tokens: c.Seq - 1})
+			require.ErrorContains(t, err, "the cache holds 149 tokens")
+			b, err := i.NewBatcher(BatcherOptions{Texts: 3, Rows: 40, Tokens: 5 * kvcache.PageTokens})
+			require.NoError(t, err)
+
+			var texts sync.WaitGroup
+			for i := range 8 {
+				r := rand.New(rand.NewPCG(r.Uint64(), uint64(i)))
+				texts.Go(func() {
+					next, err := b.Decoder()
+					if err != nil {
+						t.Error(err)
+						return
+					}
+
+					all := make([]int, 66+i%2)
+					for j := range all {
+						all[j] = (j*j + i%3) % 256
+					}
+					for len(all) < 60+10*i {
+						all = append(all, r.IntN(256))
+					}
+					for range 24 {
+						seen := all[max(0, len(all)-c.Seq):]
+						got, err := next(t.Context(), seen)
+						if err != nil {
+							t.Error(err)
+							return
+						}
+						mu.Lock()
+						want, err := whole.Next(t.Context(), seen)
+						if err != nil {
+							t.Error(err)
+						} else if off := apartBy(t, got, want); !(off < 1e-13) {
+							t.Errorf("after %d tokens: the logits differ by %.2g", len(all), off)
+						}
+						mu.Unlock()
+						all = append(all, r.IntN(256))
+					}
+				})
+			}
+			texts.Wait()
+			require.NoError(t, b.Close())
+			require.True(t, closed)
+		})
+	}
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/llm/internal/block"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/op/kvcache"
 	"github.com/kasmina-go/kasmina/op/lowrank"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -51,8 +52,10 @@ type Graph struct {
 	// Position is the position, int [1], of the single token of a ForLogits graph that caches the
 	// keys and values of the tokens before it. It is nil in other graphs, which use Rows instead.
 	Position *gorgonia.Node
-	Logits   *gorgonia.Node // [len(Rows), Vocab], ForLogits
-	Params   gorgonia.Nodes // one for each of the model's Params
+	// Pages assigns the rows to sequences in pages: see [kvcache.Spans.PageTable]. It is nil in other graphs.
+	Pages  *gorgonia.Node
+	Logits *gorgonia.Node // [len(Rows), Vocab], ForLogits
+	Params gorgonia.Nodes // one for each of the model's Params
 	// Learning lists the Params with gradients in a ForTraining graph. These are all Params, only the
 	// planted ones in a frozen model, or the parameters named by withGradients.
 	Learning gorgonia.Nodes
@@ -285,6 +288,12 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 	}
 	if b.blocks.Spans != nil {
 		rows = b.spanRows
+	}
+	if b.blocks.Pages != nil {
+		columns := 1 + (b.blocks.Seq+kvcache.PageTokens-1)/kvcache.PageTokens
+		out.Pages = gorgonia.NewTensor(b.g, tensor.Int, 2, gorgonia.WithShape(rows, columns),
+			gorgonia.WithName("pages"))
+		b.blocks.Table = out.Pages
 	}
 
 	out.IDs = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(rows),

@@ -199,13 +199,16 @@ func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, err
 // OnCPU reports whether the inference computes on the CPU.
 func (i *Inference) OnCPU() bool { return i.Make == nil || i.compact != nil }
 
-// NewBatcher returns a batcher for the inference's model, which must be on the CPU.
+// NewBatcher returns a batcher for the inference's model. On a device, the inference must be from
+// [InferenceOf], and the batcher owns it and closes it.
 func (i *Inference) NewBatcher(o BatcherOptions) (*Batcher, error) {
 	switch {
-	case i == nil || !i.OnCPU():
-		return nil, errors.New("llm: NewBatcher: a batcher needs a model on the CPU")
+	case i == nil:
+		return nil, errNoModel
 	case i.compact != nil:
 		return NewCompactBatcher(i.compact, o)
+	case !i.OnCPU():
+		return newDeviceBatcher(i, o)
 	}
 	return NewBatcher(i.Model, o)
 }

@@ -115,12 +115,17 @@ func (r Runner) All(ctx context.Context, tokens []int) (*tensor.Dense, error) {
 	return logits.Clone().(*tensor.Dense), nil
 }
 
-func (r Runner) compute(ctx context.Context, n *gorgonia.Node) (any, error) {
+// run computes the graph.
+func (r Runner) run(ctx context.Context) error {
 	if err := r.seeds.steer(); err != nil {
-		return nil, err
+		return err
 	}
+	return r.Machine.Run(ctx)
+}
 
-	if err := r.Machine.Run(ctx); err != nil {
+// compute computes the graph and returns the value of a node.
+func (r Runner) compute(ctx context.Context, n *gorgonia.Node) (any, error) {
+	if err := r.run(ctx); err != nil {
 		return nil, err
 	}
 
@@ -141,10 +146,7 @@ func (r Runner) logits(ctx context.Context) (any, error) {
 		return r.compute(ctx, r.Logits)
 	}
 
-	if err := r.seeds.steer(); err != nil {
-		return nil, err
-	}
-	if err := r.Machine.Run(ctx); err != nil {
+	if err := r.run(ctx); err != nil {
 		return nil, err
 	}
 	return m.Read(r.Logits)

@@ -14,6 +14,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/gpu"
 	"github.com/kasmina-go/kasmina/llm/serve"
 )
 
@@ -37,8 +38,7 @@ the name of its folder.
 Each --adapter is offered as another model, named after its folder. A request chooses a model by its name,
 and the adapters share the memory of the model. On a GPU, there can be one adapter, without the model itself.
 
-On a CPU, texts are continued together, so that the weights are read once for all of them. On a GPU,
-they are continued one after the other.
+Texts are continued together, so that the weights are read once for all of them.
 
 Ctrl-C finishes the answers in progress and exits. Pressing it again exits at once.`,
 		Example: "  kasmina serve --model tuned --api-key secret\n" +
@@ -55,7 +55,7 @@ Ctrl-C finishes the answers in progress and exits. Pressing it again exits at on
 	f.StringArrayVar(&o.Keys, "api-key", nil, "`key` that clients must send; can be given several times")
 	f.IntVar(&o.context, "context", 0,
 		"largest number of tokens of a prompt and its answer together; 0 means the model's")
-	f.IntVar(&o.Slots, "slots", 32, "number of texts that a CPU continues at the same time")
+	f.IntVar(&o.Slots, "slots", 32, "number of texts that are continued at the same time")
 	f.IntVar(&o.Queue, "queue", 128, "number of requests that wait for a slot; any more are refused")
 	f.DurationVar(&o.Timeout, "timeout", 10*time.Minute, "longest time that a request takes")
 	f.Int64Var(&o.maxBody, "max-body", 8, "largest size of a request, in MiB")
@@ -129,12 +129,6 @@ func (o *serveOptions) run(c *cobra.Command) error {
 		return err
 	}
 	defer g.close()
-	if g.single {
-		if len(given(c, "slots")) > 0 && o.Slots > 1 {
-			return errors.New("--slots has no effect on a GPU, which continues one text at a time: leave it out")
-		}
-		o.Slots = 1
-	}
 
 	models, err := o.models(f, g, tokens)
 	if err != nil {
@@ -217,11 +211,11 @@ func (o *serveOptions) introduce(c *cobra.Command, addr string, models []*serve.
 	}
 }
 
-// A generator continues texts on any device. Only one goroutine may use it at a time if single is set.
+// A generator continues texts on any device. If it was made for a single text, only one goroutine may use it
+// at a time.
 type generator struct {
 	*llm.Generator
 	adapted []*llm.Generator // with each of the adapters, if there are any besides the model itself
-	single  bool
 	close   func() error
 }
 
@@ -241,7 +235,7 @@ func (o *common) generator(c *cobra.Command, f *openedModel, seq, texts int) (ge
 		return generator{}, err
 	}
 	if device != nil {
-		return o.generatorOnGPU(c.Context(), f, seq, device, precision, c.ErrOrStderr())
+		return o.generatorOnGPU(c.Context(), f, seq, texts, device, precision, c.ErrOrStderr())
 	}
 
 	own, chosen := (*llm.Adapter)(nil), f.adapters
@@ -268,7 +262,7 @@ func (o *common) generator(c *cobra.Command, f *openedModel, seq, texts int) (ge
 	return g, nil
 }
 
-func (o *common) generatorOnGPU(ctx context.Context, f *openedModel, seq int, device *cudaops.Device,
+func (o *common) generatorOnGPU(ctx context.Context, f *openedModel, seq, texts int, device *cudaops.Device,
 	p cudaops.Precision, stderr io.Writer) (generator, error) {
 	if n := len(f.adapters); n > 1 {
 		return generator{}, errors.Join(fmt.Errorf("--adapter is given %d times, and a GPU serves a model with at most "+
@@ -280,6 +274,15 @@ func (o *common) generatorOnGPU(ctx context.Context, f *openedModel, seq int, de
 	}
 	config := f.Config
 	config.Seq = seq
-	return generator{Generator: llm.GeneratorOf(config, i.Decoder), single: true,
-		close: func() error { return errors.Join(i.Close(), device.Close()) }}, nil
+	if texts == 1 {
+		return generator{Generator: llm.GeneratorOf(config, i.Decoder),
+			close: func() error { return errors.Join(i.Close(), device.Close()) }}, nil
+	}
+
+	b, err := gpu.NewBatcher(device, p, config, i, llm.BatcherOptions{Texts: texts, Rows: max(128, texts)})
+	if err != nil {
+		return generator{}, errors.Join(err, i.Close(), device.Close())
+	}
+	return generator{Generator: b.Generator(),
+		close: func() error { return errors.Join(b.Close(), device.Close()) }}, nil
 }

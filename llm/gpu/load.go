@@ -1,6 +1,7 @@
 package gpu
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -74,4 +75,38 @@ func load(ctx context.Context, device *cudaops.Device, precision cudaops.Precisi
 		return cudaops.NewMachine(device, g.G, append([]cudaops.MachineOption{
 			cudaops.WithParamsOf(owner), cudaops.WithOutputs(g.Outputs()...)}, all...)...)
 	}, owner.Close), nil
+}
+
+// NewBatcher returns a batcher for an inference that [Load] has returned, which it owns from then on. Its
+// cache takes as much of the device's free memory as the texts can use, but at most three quarters. Options.Tokens
+// selects another size.
+func NewBatcher(device *cudaops.Device, precision cudaops.Precision, c llm.Config, i *llm.Inference,
+	o llm.BatcherOptions) (*llm.Batcher, error) {
+	if device == nil {
+		return nil, errors.New("llm/gpu: NewBatcher: the device is nil")
+	}
+
+	if o.Tokens == 0 {
+		free, _, err := device.Memory()
+		if err != nil {
+			return nil, fmt.Errorf("llm/gpu: NewBatcher: %w", err)
+		}
+		o.Tokens = cacheTokens(c.Default(), precision, cmp.Or(o.Texts, 32), int(free/4*3))
+	}
+
+	return i.NewBatcher(o)
+}
+
+// longText is a text that is longer than most.
+const longText = 8192
+
+// cacheTokens returns the number of tokens for which to reserve memory, of at most the given number of
+// bytes.
+func cacheTokens(c llm.Config, p cudaops.Precision, texts, bytes int) int {
+	element := 2
+	if p == cudaops.Float32 {
+		element = 4
+	}
+	each := 2 * element * c.Layers * c.KVHeads * c.HeadDim
+	return min(max(c.Seq, texts*min(c.Seq, longText)), bytes/each)
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -171,6 +172,60 @@ func TestTextOnGPU(t *testing.T) {
 			for _, prompt := range [][]int{{1}, long[:11], long} {
 				n := min(f.Config.Seq-len(prompt)+3, 200)
 				require.Equal(t, greedy(onCPU, prompt, n), greedy(onDevice, prompt, n))
+			}
+		})
+	}
+}
+
+// TestTextsOnGPU checks that greedy texts that a GPU continues together equal those that the CPU continues
+// alone.
+func TestTextsOnGPU(t *testing.T) {
+	device := openGPU(t)
+	for _, folder := range folders {
+		t.Run(folder, func(t *testing.T) {
+			f := open(t, folder)
+			m, err := f.Load(t.Context())
+			require.NoError(t, err)
+			loaded, err := gpu.Load(t.Context(), device, cudaops.Float32, f.Config, f)
+			require.NoError(t, err)
+			b, err := gpu.NewBatcher(device, cudaops.Float32, f.Config, loaded, llm.BatcherOptions{Texts: 8,
+				Rows: 40, Tokens: max(f.Config.Seq, 512)})
+			require.NoError(t, err)
+			defer b.Close()
+			onCPU := &llm.Inference{Model: m}
+			defer onCPU.Close()
+			greedy := func(g *llm.Generator, prompt []int, n int) (text []int, err error) {
+				s, err := sampler.New(sampler.Config{Vocab: f.Config.Vocab})
+				if err != nil {
+					return nil, err
+				}
+				for id, err := range g.Generate(t.Context(), prompt, n, s) {
+					if err != nil {
+						return nil, err
+					}
+					text = append(text, id)
+				}
+				return text, nil
+			}
+
+			texts, errs := make([][]int, 8), make([]error, 8)
+			prompt := func(i int) (tokens []int) {
+				for j := range min(3+17*i, f.Config.Seq-5) {
+					tokens = append(tokens, (7*j+j*j+i%3)%f.Config.Vocab)
+				}
+				return tokens
+			}
+			length := func(i int) int { return min(f.Config.Seq-len(prompt(i)), 60) }
+			var all sync.WaitGroup
+			for i := range texts {
+				all.Go(func() { texts[i], errs[i] = greedy(b.Generator(), prompt(i), length(i)) })
+			}
+			all.Wait()
+			for i, text := range texts {
+				require.NoError(t, errs[i])
+				want, err := greedy(llm.GeneratorOf(f.Config, onCPU.Decoder), prompt(i), length(i))
+				require.NoError(t, err)
+				require.Equal(t, want, text)
 			}
 		})
 	}

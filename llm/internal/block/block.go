@@ -150,6 +150,11 @@ type Builder struct {
 	// cached keys and values of these sequences.
 	Spans *kvcache.Spans
 
+	// Pages, if not nil, holds the keys and values of the sequences of Spans. Table is the input that assigns
+	// the rows to them, as in [kvcache.PagedAttention].
+	Pages *kvcache.Pages
+	Table *gorgonia.Node
+
 	attentions int // attention layers built so far with Spans
 
 	// for each block built so far: keys and values, or with a Position the cached attentions
@@ -332,6 +337,9 @@ func (p *parts) attention(h *gorgonia.Node) *gorgonia.Node {
 	case p.Spans != nil:
 		p.attentions++
 		return p.do(func() (*gorgonia.Node, error) {
+			if p.Pages != nil {
+				return kvcache.PagedAttention(q, k, v, p.Table, p.Pages, p.attentions-1, cached)
+			}
 			return kvcache.BatchAttention(q, k, v, p.Spans, p.attentions-1, cached)
 		})
 	case p.Position != nil:
