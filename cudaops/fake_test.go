@@ -162,7 +162,7 @@ func (k *fakeKernels) Launch(s gpu.Stream, params any) error {
 func (k *fakeKernels) Variants(params any) []kernel.Variant {
 	switch p := params.(type) {
 	case gemm.SiLUProduct, gemm.SiLUProductBackward, gemm.RoPEProduct, gemm.LinearCrossEntropy,
-		gemm.ProductSum, gemm.RowProduct, gemm.ColumnProduct:
+		gemm.ProductSum, gemm.RowProduct, gemm.ColumnProduct, gemm.NarrowProducts:
 		return []kernel.Variant{{Family: "fused"}}
 	case gemm.Symmetric:
 		if p.N%8 == 0 && p.Depth%8 == 0 {
@@ -1224,6 +1224,13 @@ func (k *fakeKernels) RowProduct(l *fake.Launch, a gemm.RowProduct) {
 	for i, v := range y {
 		scaled[i] = v * factors[i/a.Columns]
 	}
+}
+
+func (k *fakeKernels) NarrowProducts(l *fake.Launch, a gemm.NarrowProducts) {
+	k.RowProduct(l, gemm.RowProduct{Y: a.V, X: a.X, W: a.W, Scaled: a.Scaled, Factors: a.Factors, Rows: a.Rows,
+		Columns: a.Narrow, D: a.Columns, Scale: a.Scale})
+	k.ColumnProduct(l, gemm.ColumnProduct{Y: a.DW, X: a.X, V: a.U, Rows: a.Rows, Columns: a.Columns,
+		Narrow: a.Narrow})
 }
 
 func (k *fakeKernels) ScaledRows(l *fake.Launch, a gemm.ScaledRows) {

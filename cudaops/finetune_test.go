@@ -120,7 +120,7 @@ func TestTuningOnFake(t *testing.T) {
 				got := tuneMasked(t, 2, 2, s,
 					engine.Engine(cudaops.OpenFake(t), cudaops.Float32, cudaops.WithVariants(
 						"ProductSum="+rule, "SiLUProduct*="+rule, "RoPEProduct="+rule,
-						"RowProduct="+rule, "ColumnProduct="+rule)))
+						"RowProduct="+rule, "ColumnProduct="+rule, "NarrowProducts="+rule)))
 				require.InDeltaSlice(t, want, got, 1e-5, rule)
 			}
 			require.Less(t, want[5], want[0])

@@ -98,7 +98,7 @@ func TestTuning(t *testing.T) {
 					narrow := map[string]string{"separate": rule, "fused": "narrow"}[rule]
 					opts := cudaops.WithVariants("SiLUProduct*="+rule, "RoPEProduct="+rule,
 						"StatisticsProduct="+rule, "ProductSum="+map[string]string{"separate": rule,
-							"fused": "hopper-*"}[rule], "RowProduct="+narrow, "ColumnProduct="+narrow)
+							"fused": "hopper-*"}[rule], "RowProduct="+narrow, "ColumnProduct="+narrow, "NarrowProducts="+narrow)
 					path := filepath.Join(t.TempDir(), fmt.Sprint(p, rule))
 					tr := newTuner(t, device, p, a, 1, opts)
 					got := tunedLosses(t, tr, path)

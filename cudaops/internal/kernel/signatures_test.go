@@ -98,6 +98,8 @@ func TestEveryLaunch(t *testing.T) {
 			Term: gemm.Term{X: p, W: p, D: 16}},
 		gemm.RowProduct{Y: p, X: p, W: p, Rows: 6, Columns: 16, D: 72, Scale: 1, Type: dt},
 		gemm.ColumnProduct{Y: p, X: p, V: p, Workspace: p, Rows: 6, Columns: 72, Narrow: 16, Type: dt},
+		gemm.NarrowProducts{V: p, DW: p, X: p, W: p, U: p, Workspace: p, Rows: 6, Columns: 72, Narrow: 16,
+			Type: dt},
 		gemm.ScaledRows{Y: p, X: p, Factors: p, Rows: 6, Columns: 16, Type: dt},
 		gemm.BlockDiagonal{Y: p, Blocks: [3]gpu.Ptr{p, p, 0}, Rows: [3]int{6, 8, 2}, Columns: [3]int{2, 3, 0}, Size: 4},
 		gemm.Symmetric{D: p, Left: p, Right: p, Alpha: 1, Type: gpu.Float16, N: 264, Depth: 72,

@@ -306,54 +306,81 @@ func (c *compiler) gradOfLayer(l frozenLayer, d *gorgonia.Node) *gorgonia.Node {
 	return nil
 }
 
-// v adds the call that computes v = scale·dy·b, and returns v·a, the product that a group adds to dy·w.
-//
-// If x is the output of a norm, da = vᵀ·x is computed from the input of the norm instead, so that x need
-// not be kept: the rows of v are multiplied by 1/rms, and the columns of the result by the factors of the
-// features. v then also returns the scaled rows.
-func (c *compiler) v(n *gorgonia.Node, g *frozenGroup, dy *program.Array) (t term, scaled *program.Array) {
-	if g.u == nil {
-		return term{}, nil
-	}
-
-	v, by := c.Like(g.u), (*program.Array)(nil)
-	if g.raw != nil {
-		scaled, by = c.Like(g.u), g.norm.rstd
-	}
-
-	c.rowProduct(n, v, dy, g.b, false, g.scale, scaled, by)
-	return term{v, g.a}, scaled
+// outputGrads holds what the gradients of a group need of dy: the term v·a, which is added to dy·w, and db.
+// If x is the output of a norm, scaled is v with each row multiplied by its 1/rms.
+type outputGrads struct {
+	term
+	scaled, db *program.Array
 }
 
-// adapterGrads adds the gradients da and db of a group's adapters, and sets the values of the nodes in
-// grads, one for each layer. dx is the value of the gradient of x. v and scaled come from the function v.
-func (c *compiler) adapterGrads(g *frozenGroup, grads []*gorgonia.Node, dx, dy, v, scaled *program.Array) {
-	var das, dbs []*gorgonia.Node
-	in := g.weights.Shape[1]
-	size := g.x.Len()
+// readOutputGrad adds the calls that compute v = scale·dy·b and db = dyᵀ·u, in one pass over dy if that is
+// faster. grads are the nodes of the gradients of the group's layers.
+func (c *compiler) readOutputGrad(n *gorgonia.Node, g *frozenGroup, grads []*gorgonia.Node,
+	dy *program.Array) (o outputGrads) {
+	if g.u == nil {
+		return o
+	}
+
+	v, db := c.Like(g.u), c.weightGradient(g.b.Shape, c.gradsOfAdapters(g, grads, true)...)
+	o = outputGrads{term: term{v, g.a}, db: db}
+	var factors *program.Array
+	if g.raw != nil {
+		o.scaled, factors = c.Like(g.u), g.norm.rstd
+	}
+
+	before := len(c.Calls)
+	c.rowProduct(n, v, dy, g.b, false, g.scale, o.scaled, factors)
+	c.columnProduct(n, db, dy, g.u, false, nil)
+	several := slices.Clone(c.Calls[before:])
+	c.Calls = c.Calls[:before]
+
+	one := gemm.NarrowProducts{Rows: dy.Shape[0], Columns: dy.Shape[1], Narrow: v.Shape[1],
+		Scale: float64(g.scale), Type: dy.Type, DWType: db.Type}
+	c.addProduct(several, true, newCall(c, n, &one, program.Writes(&one.V, v), program.Writes(&one.DW, db),
+		program.Reads(&one.X, dy), program.Reads(&one.W, g.b), program.Reads(&one.U, g.u),
+		program.Writes(&one.Scaled, o.scaled), program.Reads(&one.Factors, factors)))
+	return o
+}
+
+// gradsOfAdapters returns the nodes with the gradients of the matrices a of a group or, if b is set, of the
+// matrices b.
+func (c *compiler) gradsOfAdapters(g *frozenGroup, grads []*gorgonia.Node, b bool) (all []*gorgonia.Node) {
 	for i, l := range g.layers {
 		if l.a == nil {
 			continue
 		}
-		das = append(das, c.partOf(grads[i], size))
-		dbs = append(dbs, c.partOf(grads[i], size+l.a.Shape()[0]*in))
-	}
-
-	var da, db *program.Array
-	n := grads[0]
-	if g.u != nil {
-		da, db = c.weightGradient(g.a.Shape, present(das)...), c.weightGradient(g.b.Shape, present(dbs)...)
-		if scaled != nil {
-			c.columnProduct(n, da, g.raw, scaled, true, g.norm.factor)
-		} else {
-			c.columnProduct(n, da, g.x, v, true, nil)
+		at := g.x.Len()
+		if b {
+			at += l.a.Shape()[0] * g.weights.Shape[1]
 		}
-		c.columnProduct(n, db, dy, g.u, false, nil)
+		if n := c.partOf(grads[i], at); n != nil {
+			all = append(all, n)
+		}
+	}
+	return all
+}
+
+// adapterGrads adds the gradient da of a group's adapters, and sets the values of the nodes in grads, one
+// for each layer. dx is the value of the gradient of x.
+//
+// If x is the output of a norm, da = vᵀ·x is computed from the input of the norm instead, so that x need
+// not be kept: the rows of v are multiplied by 1/rms, and the columns of the result by the factors of the
+// features.
+func (c *compiler) adapterGrads(g *frozenGroup, grads []*gorgonia.Node, dx *program.Array, o outputGrads) {
+	n, in := grads[0], g.weights.Shape[1]
+	var da *program.Array
+	if g.u != nil {
+		da = c.weightGradient(g.a.Shape, c.gradsOfAdapters(g, grads, false)...)
+		if o.scaled != nil {
+			c.columnProduct(n, da, g.raw, o.scaled, true, g.norm.factor)
+		} else {
+			c.columnProduct(n, da, g.x, o.x, true, nil)
+		}
 	}
 
 	d, _, _ := blocksOf(g.layers)
 	d.Back = true
-	args := []program.Arg{program.Reads(&d.Y, db)}
+	args := []program.Arg{program.Reads(&d.Y, o.db)}
 	column := 0
 	for i, l := range g.layers {
 		if l.a == nil {
@@ -363,18 +390,18 @@ func (c *compiler) adapterGrads(g *frozenGroup, grads []*gorgonia.Node, dx, dy, 
 			continue
 		}
 
-		rank, second := d.Columns[i], db
+		rank, db := d.Columns[i], o.db
 		first := c.aligned(grads[i], da.View(column*in, rank, in))
 		if len(g.layers) > 1 {
-			second = c.NewArray(db.Type, d.Rows[i], rank)
-			args = append(args, program.Writes(&d.Blocks[i], second))
+			db = c.NewArray(db.Type, d.Rows[i], rank)
+			args = append(args, program.Writes(&d.Blocks[i], db))
 		}
-		c.Values[grads[i]] = packed(dx, first, second)
+		c.Values[grads[i]] = packed(dx, first, db)
 		column += rank
 	}
 
 	if len(args) > 1 {
-		d.Size = db.Type.Size()
+		d.Size = o.db.Type.Size()
 		addCall(c, n, d, args...).Op = adapterOp
 	}
 }
@@ -417,17 +444,18 @@ func (c *compiler) lowerFrozenGrad(n *gorgonia.Node, g *frozenGroup, dy *program
 		return c.Values[n]
 	}
 
-	t, scaled := c.v(n, g, dy)
+	grads := []*gorgonia.Node{n}
+	o := c.readOutputGrad(n, g, grads, dy)
 	var dx *program.Array
 	if to := c.frozenGradOf(n).dx; to != nil {
 		dx = c.Like(g.x)
 		_, add := c.addend(to, dx)
-		c.addTerm(n, c.weighted(n, dx, dy, g.weights, true).Plus(add), t)
+		c.addTerm(n, c.weighted(n, dx, dy, g.weights, true).Plus(add), o.term)
 	} else {
 		dx = &program.Array{Shape: g.x.Shape}
 	}
 
-	c.adapterGrads(g, []*gorgonia.Node{n}, dx, dy, t.x, scaled)
+	c.adapterGrads(g, grads, dx, o)
 	return c.Values[n]
 }
 
@@ -563,13 +591,14 @@ func (c *compiler) fuseMulGrad(n *gorgonia.Node, g *frozenGroup, dy *program.Arr
 	rows, d, f := dy.Shape[0], dy.Shape[1], g.weights.Shape[1]
 	s.dab = c.Like(s.ab)
 	h, product := c.Like(g.x), c.Like(g.x)
-	t, _ := c.v(n, g, dy)
+	grads := []*gorgonia.Node{n}
+	o := c.readOutputGrad(n, g, grads, dy)
 	p := c.weighted(n, product, dy, g.weights, true)
 	m := silu.MulBackward{Rows: rows, F: f, GELU: s.gelu, Type: dy.Type}
-	several := append(c.products(n, p, t), newCall(c, n, &m, program.Writes(&m.H, h),
+	several := append(c.products(n, p, o.term), newCall(c, n, &m, program.Writes(&m.H, h),
 		program.Writes(&m.DAB, s.dab), program.Reads(&m.DH, product), program.Reads(&m.AB, s.ab)))
 	one := gemm.SiLUProductBackward{Gate: gemm.Gate{Rows: rows, F: f, D: d, Type: dy.Type}}
-	args := append(t.operands(&one.Term), program.Writes(&one.DAB, s.dab), program.Reads(&one.AB, s.ab),
+	args := append(o.operands(&one.Term), program.Writes(&one.DAB, s.dab), program.Reads(&one.AB, s.ab),
 		program.Reads(&one.G, dy), program.Reads(&one.Down, g.weights))
 	room := min(c.o.Room, int(c.o.Device.Memory/keptShare))
 	keep := g.u != nil && c.Spent+g.x.Extent() <= room
@@ -587,7 +616,7 @@ func (c *compiler) fuseMulGrad(n *gorgonia.Node, g *frozenGroup, dy *program.Arr
 			c.Spent += g.x.Extent()
 		}
 	}
-	c.adapterGrads(&again, []*gorgonia.Node{n}, folded(dh), dy, t.x, nil)
+	c.adapterGrads(&again, grads, folded(dh), o)
 	c.Values[dh], c.Values[back] = folded(dh), packed(s.dab.Columns(0, f), s.dab.Columns(f, f))
 	return true
 }
@@ -631,9 +660,9 @@ func (c *compiler) fuseGateGrad(n *gorgonia.Node, g *frozenGroup) bool {
 		return false
 	}
 
-	t, scaled := c.v(n, g, s.dab)
-	c.groupInputGrad(n, g, s.dab, t, dxs, sum)
-	c.adapterGrads(g, grads, &program.Array{Shape: g.x.Shape}, s.dab, t.x, scaled)
+	o := c.readOutputGrad(n, g, grads, s.dab)
+	c.groupInputGrad(n, g, s.dab, o.term, dxs, sum)
+	c.adapterGrads(g, grads, &program.Array{Shape: g.x.Shape}, o)
 	return true
 }
 

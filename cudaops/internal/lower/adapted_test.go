@@ -59,8 +59,9 @@ func TestTuningProgram(t *testing.T) {
 				"*gemm.SiLUProduct":         n,
 				"*gemm.SiLUProductBackward": n,
 				"*gemm.ProductSum":          2*n + 3*n - 1,
-				"*gemm.RowProduct":          4 * 2 * n,
-				"*gemm.ColumnProduct":       4 * 2 * n,
+				"*gemm.RowProduct":          4 * n,
+				"*gemm.ColumnProduct":       4 * n,
+				"*gemm.NarrowProducts":      4 * n,
 				"*gemm.BlockDiagonal":       2 * 2 * n,
 				"*crossentropy.Scale":       1,
 				"*crossentropy.Mean":        1,
@@ -97,7 +98,7 @@ func lowerFused(t *testing.T, g *llm.Graph) *program.Program {
 	t.Cleanup(func() { require.NoError(t, run.Joined(x.Memory.Close(), set.Close())) })
 
 	rules, err := variantrule.Parse([]string{"ProductSum=hopper-256", "SiLUProduct*=fused", "RoPEProduct=fused",
-		"LinearCrossEntropy=fused", "RowProduct=narrow", "ColumnProduct=narrow"})
+		"LinearCrossEntropy=fused", "RowProduct=narrow", "ColumnProduct=narrow", "NarrowProducts=narrow"})
 	require.NoError(t, err)
 	warn := func(message string) { t.Error(message) }
 	o := lower.Options{Device: ctx.Device(), Activation: gpu.BFloat16, Gradient: gpu.Float32,

@@ -352,13 +352,13 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bo
 // their outputs.
 func (c *compiler) frozenProjectionsGrad(n *gorgonia.Node, p *projections, g *projectionsGrad,
 	wide *program.Array) {
-	t, scaled := c.v(n, p.group, wide)
+	o := c.readOutputGrad(n, p.group, g.linear[:], wide)
 	if len(g.dx) > 0 {
 		dx := c.Like(p.group.x)
-		c.addTerm(n, c.weighted(n, dx, wide, p.group.weights, true), t)
+		c.addTerm(n, c.weighted(n, dx, wide, p.group.weights, true), o.term)
 		c.Values[g.dx[len(g.dx)-1]] = dx
 	}
-	c.adapterGrads(p.group, g.linear[:], &program.Array{Shape: p.group.x.Shape}, wide, t.x, scaled)
+	c.adapterGrads(p.group, g.linear[:], &program.Array{Shape: p.group.x.Shape}, o)
 }
 
 func lowerRoPE(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {

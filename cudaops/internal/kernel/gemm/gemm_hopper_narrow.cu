@@ -5,6 +5,7 @@
 //   rows, nt:   y = scale·x·wᵀ with w [columns, depth]
 //   rows, nn:   y = scale·x·w with w [depth, columns]
 //   columns:    s = xᵀ·v of the rows of a part, [columns, narrow], in float32
+//   both:       s and x·w in parts of columns, [rows, narrow], in one pass over x
 //   sum:        y = Σ s over the parts, or its transpose, with the rows of s multiplied by their factors
 //   scale:      y = x with each row multiplied by its factor
 //   blocks:     a block-diagonal matrix of the matrices of several adapters, and back
@@ -40,6 +41,12 @@ struct Rows {
 };
 struct Columns {
   float *parts;
+  int rows, columns, narrow;
+  int step;  // rows of a part, a multiple of kSide
+};
+
+struct Both {
+  float *v, *parts;  // x·w in parts of columns, and xᵀ·u in parts of rows
   int rows, columns, narrow;
   int step;  // rows of a part, a multiple of kSide
 };
@@ -180,7 +187,137 @@ template <typename T> __device__ inline void columns(const Columns &p, const Ten
     }
 }
 
+// ---- both ----
+
+#define REGISTERS_16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
+#define OUTPUTS_16(m) SIXTEEN(m, 0)
+DEFINE_SS(addSS, "+f", 1, 32, 16, "%16", "%17", "%18", "%19, %20", bf16, "bf16")
+DEFINE_SS(addSS, "+f", 1, 32, 16, "%16", "%17", "%18", "%19, %20", f16, "f16")
+using tile::addSS;
+
+constexpr int kBothStages = 8;
+template <int N> constexpr int kBothPanels = 512 / N;  // of a block
+
+// A block computes the products of kBothPanels panels of columns with w, whose panels stay in shared memory,
+// for one part of the rows. Each of the two multiplying warpgroups takes every other panel; both add their
+// sums of a row. Launch: ⌈columns/(64·kBothPanels)⌉ × parts blocks of 384 threads.
+template <typename T, int N> __device__ inline void both(const Both &p, const TensorMap &x, const TensorMap &w, const TensorMap &u) {
+  constexpr int panels = kBothPanels<N>, each = panels / 2;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const uint32_t base = sharedAddress(shared), right = base + kBothStages * kPanel, us = right + panels * kPanel;
+  float *const exchange = (float *)(shared + (kBothStages + panels + 2) * kPanel);  // [N / 8 · 4, 128]
+  const uint32_t barriers = us + 2 * kPanel + 64 * N * 4;
+  const Ring<kBothStages> ring{barriers};
+  const Ring<2> rows{barriers + ring.bytes};
+  const uint32_t loaded = rows.barriers + rows.bytes;
+  const int column = blockIdx.x * panels * kSide, first = blockIdx.y * p.step;
+  const int steps = (min(p.step, p.rows - first) + kSide - 1) / kSide;
+  if (threadIdx.x == 0) {
+    ring.init(4);
+    rows.init(8);
+    barrierInit(loaded, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    giveRegisters<24>();
+    if (threadIdx.x) return;
+    barrierExpect(loaded, panels * kPanel);
+#pragma unroll 1
+    for (int k = 0; k < panels; k++) copyPanel(right + k * kPanel, w, loaded, 0, column + k * kSide);
+#pragma unroll 1
+    for (int t = 0; t < steps; t++) {
+      copyPanel(us + t % 2 * kPanel, u, rows.fill(t, kPanel), 0, first + t * kSide);
+#pragma unroll 1
+      for (int k = 0; k < panels; k++) {
+        const int i = t * panels + k;
+        copyPanel(base + ring.slot(i) * kPanel, x, ring.fill(i, kPanel), column + k * kSide, first + t * kSide);
+      }
+    }
+    return;
+  }
+  takeRegisters<240>();
+  const int lane = threadIdx.x % 32, worker = uniform(threadIdx.x / 128 - 1), warp = threadIdx.x / 32 % 4;
+  Accumulator<1, N> sums[each], v;
+#pragma unroll
+  for (int k = 0; k < each; k++) sums[k].clear();
+  barrierWait(loaded, 0);
+  for (int t = 0; t < steps; t++) {
+    v.clear();
+    rows.wait(t);
+    const Descriptor ut(us + t % 2 * kPanel, 16);
+#pragma unroll
+    for (int k = 0; k < each; k++) {
+      const int panel = 2 * k + worker, i = t * panels + panel;
+      ring.wait(i);
+      hold(v);
+      hold(sums[k]);
+      productsBegin();
+      const Descriptor a(base + ring.slot(i) * kPanel, 16), b(right + panel * kPanel, 16);
+#pragma unroll
+      for (int s = 0; s < kSide / 16; s++) addSS<0, 1>(v.c[0], a.plus(s * 32), b.plus(s * 2048), T());
+#pragma unroll
+      for (int s = 0; s < kSide / 16; s++) addSS<1, 1>(sums[k].c[0], a.plus(s * 2048), ut.plus(s * 2048), T());
+      productsCommit();
+      productsWait<0>();
+      hold(v);
+      hold(sums[k]);
+      if (lane == 0) ring.release(i);
+    }
+    if (lane == 0) rows.release(t);
+    float *const mine = exchange + threadIdx.x % 128;
+    if (worker)
+#pragma unroll
+      for (int n = 0; n < N / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) mine[(n * 4 + e) * 128] = v.c[0][n][e];
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+    if (!worker) {
+#pragma unroll
+      for (int n = 0; n < N / 8; n++) {
+        float(&c)[4] = v.c[0][n];
+#pragma unroll
+        for (int e = 0; e < 4; e++) c[e] += mine[(n * 4 + e) * 128];
+        const int at = 8 * n + lane % 4 * 2;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int r = first + t * kSide + warp * 16 + half * 8 + lane / 4;
+          if (r < p.rows && at < p.narrow)
+            *(float2 *)(p.v + (int64_t(blockIdx.x) * p.rows + r) * p.narrow + at) = {c[2 * half], c[2 * half + 1]};
+        }
+      }
+    }
+    asm volatile("bar.sync 2, 256;" ::: "memory");
+  }
+#pragma unroll
+  for (int k = 0; k < each; k++)
+#pragma unroll
+    for (int n = 0; n < N / 8; n++) {
+      const float(&c)[4] = sums[k].c[0][n];
+      const int at = 8 * n + lane % 4 * 2;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int r = column + (2 * k + worker) * kSide + warp * 16 + half * 8 + lane / 4;
+        if (r < p.columns && at < p.narrow)
+          *(float2 *)(p.parts + (int64_t(blockIdx.y) * p.columns + r) * p.narrow + at) = {c[2 * half], c[2 * half + 1]};
+      }
+    }
+}
+
 #endif  // HOPPER
+
+// Launch: blocks of 256 threads, one thread per element of y.
+template <typename T>
+__device__ inline void sumRows(T *y, T *scaled, const float *parts, const float *factors, int64_t size, int n, int columns, float scale) {
+  const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;
+  if (i >= size) return;
+  float s = 0;
+#pragma unroll 8  // several loads are in flight
+  for (int k = 0; k < n; k++) s += parts[k * size + i];
+  s *= scale;
+  y[i] = fromFloat<T>(s);
+  if (scaled) scaled[i] = fromFloat<T>(s * factors[i / columns]);
+}
 
 // Launch: blocks of 256 threads, one thread per element of y.
 template <typename Y>
@@ -189,6 +326,7 @@ __device__ inline void sum(Y *y, const float *parts, const float *factors, int n
   if (i >= size) return;
   const int64_t from = transposed ? i % columns * narrow + i / columns : i;
   float s = 0;
+#pragma unroll 8  // several loads are in flight
   for (int k = 0; k < n; k++) s += parts[k * size + from];
   if (factors) s *= factors[from / narrow];
   y[i] = fromFloat<Y>(s);
@@ -273,3 +411,22 @@ FOR_STORAGE_TYPES(DEFINE)
   }
 DEFINE(2, uint16_t)
 DEFINE(4, uint32_t)
+#undef DEFINE
+#define DEFINE(N, T)                                                                                                       \
+  extern "C" __global__ void __launch_bounds__(384, 1) gemm_hopper_narrow_both_##N##_##T(                                  \
+      const __grid_constant__ narrow::Both p, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,    \
+      const __grid_constant__ TensorMap u) {                                                                               \
+    BODY(both<T, N>(p, x, w, u));                                                                                          \
+  }
+DEFINE(32, bf16)
+DEFINE(64, bf16)
+DEFINE(32, f16)
+DEFINE(64, f16)
+#undef DEFINE
+#define DEFINE(T)                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(256) gemm_hopper_narrow_sum_rows_##T(                                      \
+      T *y, T *scaled, const float *parts, const float *factors, int64_t size, int n, int columns, float scale) {         \
+    narrow::sumRows(y, scaled, parts, factors, size, n, columns, scale);                                                  \
+  }
+DEFINE(bf16)
+DEFINE(f16)

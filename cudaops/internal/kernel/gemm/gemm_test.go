@@ -131,6 +131,10 @@ func TestLaunches(t *testing.T) {
 		LinearCrossEntropy{Terms: p, Scaled: p, Factors: p, Losses: p, X: p, W: p,
 			Targets: p, Scale: p, Workspace: p, Rows: 3, V: 16, D: 512, Type: kerneltest.Bf16},
 		ScaleRows{X: p, Factors: p, Rows: 3, D: 16},
+		NarrowProducts{V: p, DW: p, X: p, W: p, U: p, Workspace: p, Rows: 70, Columns: 520, Narrow: 16,
+			Type: kerneltest.Bf16, DWType: kerneltest.F32},
+		NarrowProducts{V: p, DW: p, X: p, W: p, U: p, Workspace: p, Scaled: p, Factors: p, Rows: 70,
+			Columns: 520, Narrow: 48, Type: kerneltest.F16, DWType: kerneltest.Bf16},
 		ScaledRows{Y: p, X: p, Factors: p, Rows: 6, Columns: 16, Type: kerneltest.F32},
 		BlockDiagonal{Y: p, Blocks: [3]gpu.Ptr{p, p, 0}, Rows: [3]int{6, 8, 2}, Columns: [3]int{2, 3, 0},
 			Size: 2, Back: true},
@@ -194,8 +198,8 @@ func TestLaunches(t *testing.T) {
 		}
 	}
 
-	require.Equal(t, len(launches)+3, count,
-		"the output layer's loss has three kernels, and the product of columns two")
+	require.Equal(t, len(launches)+2+1+2*2, count, "the output layer's loss has three kernels, "+
+		"the product of columns two, and both narrow products three")
 	for _, dim := range []int{64, 128} {
 		require.LessOrEqual(t, turnedTiles[dim].stages, float8MinDepth/(2*gemmDepth)+1)
 	}
@@ -289,7 +293,8 @@ func TestConstantsMatchSources(t *testing.T) {
 			"Memory<kColumns, kStages, 2 * kPanel>;"},
 		"gemm_hopper_narrow.cu": {fmt.Sprintf("kSide = %d,", narrowSide),
 			fmt.Sprintf("kRowsStages = %d, kColumnsStages = %d, kColumnsPanels = %d;", narrowRowsStages,
-				narrowColumnsStages, narrowColumnsPanels)},
+				narrowColumnsStages, narrowColumnsPanels),
+			fmt.Sprintf("kBothStages = %d;", bothStages), fmt.Sprintf("kBothPanels = %d / N;", bothSums)},
 		"gemm_hopper_stats.cu": {fmt.Sprintf("kColumns = %d, kStages = %d,",
 			statsColumns, statsStages), "Memory<kColumns, kStages, 2 * kPanel>;"},
 		"gemm_symmetric.cu": {fmt.Sprintf("kColumns = %d, kStages = %d;",

@@ -171,3 +171,87 @@ func (a BlockDiagonal) Launch(q *kernel.Queue) {
 	q.Run("gemm_hopper_narrow", fmt.Sprintf("%s_%d", name, a.Size), kernel.Cover(n, 256, 256),
 		slices.Concat(blocks, rows, columns, kernel.Struct{n, width}), a.Y)
 }
+
+// NarrowProducts computes V = Scale·X·W and DW = Xᵀ·U, where W and U have few columns, in one pass over X.
+// X is [Rows, Columns], W and DW are [Columns, Narrow], and U and V are [Rows, Narrow]. If Scaled is not
+// null, it receives V with each row multiplied by its entry in Factors, float32 [Rows].
+type NarrowProducts struct {
+	V, DW, X, W, U, Workspace gpu.Ptr
+	Scaled, Factors           gpu.Ptr
+	Rows, Columns, Narrow     int
+	Scale                     float64
+	Type, DWType              gpu.DType // DWType is Float32 or BFloat16
+	Variant                   kernel.Variant
+}
+
+// The shape of the kernels that compute both products: the stages, and the sums of a row of a block.
+const bothStages, bothSums = 8, 512
+
+// width returns the number of narrow columns for which the kernel is compiled.
+func (a NarrowProducts) width() int {
+	if a.Narrow <= 32 {
+		return 32
+	}
+	return 64
+}
+
+// Variants returns the variants that accept the launch if all addresses are multiples of 16. Hopper has
+// one for 2-byte types if Columns and Narrow are multiples of 8, and Narrow is at most 64.
+func (a NarrowProducts) Variants(k *kernel.Set) []kernel.Variant {
+	return onHopper(k, narrow, a.Type.Size() == 2 && a.Columns%8 == 0 && a.Narrow%8 == 0 && a.Narrow <= 64 &&
+		(a.DWType == gpu.Float32 || a.DWType == gpu.BFloat16))
+}
+
+// parts returns the number of parts into which the columns are divided, the number of parts of rows, and
+// the rows of such a part.
+func (a NarrowProducts) parts(d gpu.DeviceInfo) (columns, rows, step int) {
+	columns = kernel.CeilDiv(a.Columns, bothSums/a.width()*narrowSide)
+	steps := kernel.CeilDiv(a.Rows, narrowSide)
+	each := kernel.CeilDiv(steps, max(1, min(steps, d.SMs/columns)))
+	return columns, kernel.CeilDiv(steps, each), each * narrowSide
+}
+
+// workspace divides the workspace.
+func (a NarrowProducts) workspace(d gpu.DeviceInfo) (v, dw, end gpu.Ptr) {
+	columns, rows, _ := a.parts(d)
+	c := kernel.Carve{At: a.Workspace}
+	v = c.Take(4 * columns * a.Rows * a.Narrow)
+	dw = c.Take(4 * rows * a.Columns * a.Narrow)
+	return v, dw, c.At
+}
+
+// WorkspaceBytes implements [kernel.Workspaced].
+func (a NarrowProducts) WorkspaceBytes(d gpu.DeviceInfo) int {
+	a.Workspace = 0
+	_, _, end := a.workspace(d)
+	return int(end)
+}
+
+// WorkspaceField implements [kernel.Workspaced].
+func (a *NarrowProducts) WorkspaceField() *gpu.Ptr { return &a.Workspace }
+
+// Launch enqueues three kernels.
+func (a NarrowProducts) Launch(q *kernel.Queue) {
+	columns, rows, step := a.parts(q.Info)
+	v, dw, _ := a.workspace(q.Info)
+	width := a.width()
+	c := kernel.Grid(columns, rows, 384, 1)
+	c.Shared = (bothStages+bothSums/width+2)*narrowSide*narrowSide*2 + 4*narrowSide*width + 16*bothStages + 40
+	q.Run("gemm_hopper_narrow", fmt.Sprintf("gemm_hopper_narrow_both_%d%s", width, kernel.Suffix(a.Type)), c,
+		kernel.Struct{v, dw, a.Rows, a.Columns, a.Narrow, step}, panels(q, a.X, a.Rows, a.Columns, a.Type),
+		panels(q, a.W, a.Columns, a.Narrow, a.Type), panels(q, a.U, a.Rows, a.Narrow, a.Type))
+	n := a.Rows * a.Narrow
+	q.Run("gemm_hopper_narrow", "gemm_hopper_narrow_sum_rows"+kernel.Suffix(a.Type), kernel.Cover(n, 256, 256),
+		a.V, a.Scaled, v, a.Factors, int64(n), columns, a.Narrow, a.Scale)
+	q.Run("gemm_hopper_narrow", "gemm_hopper_narrow_sum"+kernel.Suffix(a.DWType),
+		kernel.Cover(a.Columns*a.Narrow, 256, 256), a.DW, dw, gpu.Ptr(0), rows, a.Columns, a.Narrow, false)
+}
+
+// Tuning implements [kernel.Tuned].
+func (a NarrowProducts) Tuning() (op, shape string) {
+	return "NarrowProducts", fmt.Sprintf("%dx%dx%d %v %v", a.Rows, a.Columns, a.Narrow, a.Type, a.DWType) +
+		kernel.With(a.Scaled != 0, "and scaled")
+}
+
+// SetVariant sets the variant chosen by tuning.
+func (a *NarrowProducts) SetVariant(w kernel.Variant) { a.Variant = w }

@@ -52,6 +52,36 @@ func testNarrow(g *kerneltest.Rig, rows, wide, narrow int, dt gpu.DType) {
 		}
 	}
 
+	if narrow <= 64 {
+		b, br := scaledNormal(g, wide*narrow, wide, dt)
+		wantV, wantDW := make([]float64, rows*narrow), make([]float64, wide*narrow)
+		cpugemm.Mul(false, false, rows, narrow, wide, 2, xr, wide, br, narrow, 0, wantV, narrow)
+		cpugemm.Mul(true, false, wide, narrow, rows, 1, xr, wide, vr, narrow, 0, wantDW, narrow)
+		scaled := slices.Clone(wantV)
+		for i := range scaled {
+			scaled[i] *= byRow[i/narrow]
+		}
+
+		a := NarrowProducts{X: x.Ptr, W: b.Ptr, U: v.Ptr, Factors: rowFactors.Ptr, Rows: rows, Columns: wide,
+			Narrow: narrow, Scale: 2, Type: dt, DWType: kerneltest.F32}
+		a.Workspace = g.Alloc(a.WorkspaceBytes(g.Info)/4, kerneltest.F32, 0).Ptr
+		var bits []float64
+		for range 2 {
+			to, dw, too := g.Alloc(rows*narrow, dt, 0), g.Alloc(wide*narrow, kerneltest.F32, 0),
+				g.Alloc(rows*narrow, dt, 0)
+			a.V, a.DW, a.Scaled = to.Ptr, dw.Ptr, too.Ptr
+			g.Must(g.Launch(g.Stream, a))
+			g.Near("v of both", to, wantV, kerneltest.Forward(dt))
+			g.Near("scaled v of both", too, scaled, kerneltest.Forward(dt))
+			g.Near("dw of both", dw, wantDW, 1e-4)
+			all := slices.Concat(g.Read(to), g.Read(dw), g.Read(too))
+			if bits != nil && !slices.Equal(bits, all) {
+				g.Error("both: results differ from run to run")
+			}
+			bits = all
+		}
+	}
+
 	for _, trans := range []bool{false, true} {
 		stride := narrow
 		if trans {
