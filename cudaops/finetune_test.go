@@ -14,7 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// tuning describes what a test tunes.
+// tuning describes a model and the parameters to tune.
 type tuning struct {
 	adapter   llm.LoRA
 	tuned     []string
@@ -76,8 +76,8 @@ func TestMaskedStepsOnFake(t *testing.T) {
 	}
 }
 
-// TestTuningOnFake checks that a device tunes adapters, or some of the parameters, with the losses of
-// the CPU.
+// TestTuningOnFake checks that a device has the losses of the CPU when it tunes adapters or chosen
+// parameters, with fused products and with separate ones.
 func TestTuningOnFake(t *testing.T) {
 	c := llm.Config{Vocab: 64, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 12}.Default()
 	all, err := c.MatchLayers(llm.AllLinear)

@@ -75,7 +75,7 @@ func (a *Asked) Gradients() map[*gorgonia.Node]gorgonia.Nodes {
 type Byproduct interface{ Byproduct() }
 
 // Results returns the nodes that must be computed. The results are the outputs and all nodes without a
-// dependent node, except for a [Byproduct] that is no derivative.
+// dependent node, but not a [Byproduct], unless it is the derivative of a node.
 // The gradients are the gradients of parameters, and may be results as well.
 func (a *Asked) Results(g *gorgonia.ExprGraph) (results, gradients gorgonia.Nodes) {
 	used, derivative := map[*gorgonia.Node]bool{}, map[*gorgonia.Node]bool{}

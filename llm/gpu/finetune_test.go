@@ -21,8 +21,8 @@ const (
 	tuningLR    = 0.003
 )
 
-// newTuner returns a trainer that tunes adapters on the device, or on the CPU if device is nil. The
-// sequences share rows and learn only some of their tokens.
+// newTuner returns a trainer that tunes adapters on the device, or on the CPU if device is nil. Several
+// sequences share a row, and only a part of their tokens is learned.
 func newTuner(t *testing.T, device *cudaops.Device, p cudaops.Precision, a llm.LoRA, accumulate int,
 	opts ...cudaops.MachineOption) *llm.Trainer {
 	t.Helper()
@@ -73,8 +73,8 @@ func tunedLosses(t *testing.T, tr *llm.Trainer, save string) (all []float64) {
 	return all
 }
 
-// TestTuning checks that a GPU tunes adapters with the losses of the CPU, whether the products of an
-// adapter are fused into those of its layer or not, and that a resumed run ends with the same bits.
+// TestTuning checks that a GPU has the losses of the CPU when it tunes adapters, with fused products and
+// with separate ones, and that a resumed run repeats the remaining losses bit for bit.
 func TestTuning(t *testing.T) {
 	device := open(t)
 	for name, a := range map[string]llm.LoRA{

@@ -58,8 +58,8 @@ type frozenGroup struct {
 	a, b, u    *program.Array
 	scale      float32
 
-	// If x is the output of an RMSNorm, its input, and 1/rms of every row and the factors of the
-	// features, of which x is the product.
+	// If x is the output of an RMSNorm, raw is the input of the norm, and x is the product of raw, 1/rms
+	// of every row, and the factors of the features.
 	raw  *program.Array
 	norm normState
 }
@@ -194,8 +194,8 @@ func blocksOf(layers []frozenLayer) (d *gemm.BlockDiagonal, out, rank int) {
 	return d, out, rank
 }
 
-// copyBlock copies a matrix of the given shape from x to y, whose rows have the given strides. role
-// declares the operand y.
+// copyBlock copies a matrix of the given shape from x to y, which have the given distances between rows.
+// role declares the operand y.
 func (c *compiler) copyBlock(n *gorgonia.Node, y, x *program.Array, shape []int, yStride, xStride int,
 	role func(*gpu.Ptr, *program.Array) program.Arg) {
 	l := layout.Copy{Dims: shape, YStrides: []int{yStride, 1}, XStrides: []int{xStride, 1},
@@ -306,7 +306,7 @@ func (c *compiler) gradOfLayer(l frozenLayer, d *gorgonia.Node) *gorgonia.Node {
 	return nil
 }
 
-// outputGrads holds what the gradients of a group need of dy: the term v·a, which is added to dy·w, and db.
+// outputGrads holds the products that read dy: the term v·a, which is added to dy·w, and db.
 // If x is the output of a norm, scaled is v with each row multiplied by its 1/rms.
 type outputGrads struct {
 	term
@@ -459,7 +459,7 @@ func (c *compiler) lowerFrozenGrad(n *gorgonia.Node, g *frozenGroup, dy *program
 	return c.Values[n]
 }
 
-// contiguous returns a, or a copy of it if there are gaps between its rows.
+// contiguous returns a, or a contiguous copy if there are gaps between the rows of a.
 func (c *compiler) contiguous(n *gorgonia.Node, a *program.Array) *program.Array {
 	if a.Stride == 0 {
 		return a
@@ -469,7 +469,7 @@ func (c *compiler) contiguous(n *gorgonia.Node, a *program.Array) *program.Array
 	return b
 }
 
-// alone returns the group that contains only the layer whose gradients node n computes.
+// alone returns a group with a single layer of g: the layer with the gradients that node n computes.
 func (c *compiler) alone(n *gorgonia.Node, g *frozenGroup) *frozenGroup {
 	if len(g.layers) == 1 {
 		return g
@@ -517,8 +517,8 @@ func (c *compiler) gradientIn(n *gorgonia.Node) *gorgonia.Node {
 // results of gates, which saves less than 1 % of a step.
 const keptShare = 50
 
-// gateState holds data saved by the forward pass of an MLP whose gate and up layers form a group: the
-// outputs of both layers side by side in ab [rows, 2F]. The backward pass adds their gradients dab.
+// gateState holds data that an MLP saves in the forward pass if its gate and up layers form a group: the
+// outputs of both layers side by side in ab [rows, 2F]. The backward pass adds the gradients of ab, dab.
 type gateState struct {
 	mul     *gorgonia.Node
 	group   *frozenGroup
@@ -621,7 +621,8 @@ func (c *compiler) fuseMulGrad(n *gorgonia.Node, g *frozenGroup, dy *program.Arr
 	return true
 }
 
-// fuseGateGrad lowers the gradients of a gate or up layer together with those of the other one.
+// fuseGateGrad lowers the gradients of the gate and up layers together, if n computes the gradients of
+// either layer.
 func (c *compiler) fuseGateGrad(n *gorgonia.Node, g *frozenGroup) bool {
 	if len(g.layers) != 2 {
 		return false

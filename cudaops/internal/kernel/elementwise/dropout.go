@@ -8,8 +8,9 @@ import (
 	"github.com/kasmina-go/kasmina/internal/splitmix"
 )
 
-// Dropout sets elements of X to 0 with probability P and multiplies all others by 1/(1 − P), for N
-// elements. Y may be X. The mask is that of op.Dropout for the number at Key, an int64, and the salt.
+// Dropout sets elements of X to 0 with probability P and multiplies the remaining elements by 1/(1 − P),
+// for N elements. Y may be X. The number at Key, an int64, and the salt determine the mask, as in
+// op.Dropout.
 type Dropout struct {
 	Y, X, Key gpu.Ptr
 	P         float64

@@ -187,7 +187,7 @@ type NarrowProducts struct {
 // The shape of the kernels that compute both products: the stages, and the sums of a row of a block.
 const bothStages, bothSums = 8, 512
 
-// width returns the number of narrow columns for which the kernel is compiled.
+// width returns the number of narrow columns of the compiled kernel.
 func (a NarrowProducts) width() int {
 	if a.Narrow <= 32 {
 		return 32
