@@ -18,6 +18,10 @@
 //	go run ./tools/bench growth -help                          # pairs of a grown and a static model
 //	go run ./tools/bench study -help                           # recipes of growth, on several budgets
 //
+// Another one times the generation of tokens:
+//
+//	go run ./tools/bench decode -help
+//
 // Package cudabench times kernels, as medians of launches with a cold cache. A training step is
 // everything from token ids on the host to updated weights and the loss on the host; a loss is the same
 // without the update. Both are medians of wall-clock times. Package opbench times single ops on a CPU.
