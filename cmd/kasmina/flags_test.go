@@ -222,6 +222,7 @@ var effects = map[string]effect{
 	"data check --list":  {"data check CHAT -m TINY", "data check CHAT -m TINY --list 1"},
 
 	"eval --model":     {"eval -m TINY -d TEXT", "eval --model ALTERED -d TEXT"},
+	"eval --adapter":   {"eval -m TINY -d TEXT", "eval -m TINY -d TEXT --adapter none"},
 	"eval --data":      {"eval -m TINY -d TEXT", "eval -m TINY --data OTHER"},
 	"eval --seq":       {"eval -m TINY -d TEXT", "eval -m TINY -d TEXT --seq 16"},
 	"eval --device":    {"eval -m TINY -d TEXT", "eval -m TINY -d TEXT --device none"},
@@ -236,11 +237,12 @@ var effects = map[string]effect{
 	"eval --answer-tokens": {"eval -m TINY --tasks SUMS", "eval -m TINY --tasks SUMS --answer-tokens 3"},
 	"eval --out":           {"eval -m TINY --tasks PIQA", "eval -m TINY --tasks PIQA --out OUT/results.json"},
 
-	"generate --model":  {"generate -m TINY -p a -n 9", "generate --model ALTERED -p a -n 9"},
-	"generate --prompt": {"generate -m TINY -p a -n 9", "generate -m TINY --prompt b -n 9"},
-	"generate --n":      {"generate -m TINY -p a -n 9", "generate -m TINY -p a --n 8"},
-	"generate --chat":   {"generate -m TINY -p a -n 9", "generate -m TINY -p a -n 9 --chat"},
-	"generate --device": {"generate -m TINY -p a -n 9", "generate -m TINY -p a -n 9 --device none"},
+	"generate --model":   {"generate -m TINY -p a -n 9", "generate --model ALTERED -p a -n 9"},
+	"generate --adapter": {"generate -m TINY -p a -n 9", "generate -m TINY -p a -n 9 --adapter none"},
+	"generate --prompt":  {"generate -m TINY -p a -n 9", "generate -m TINY --prompt b -n 9"},
+	"generate --n":       {"generate -m TINY -p a -n 9", "generate -m TINY -p a --n 8"},
+	"generate --chat":    {"generate -m TINY -p a -n 9", "generate -m TINY -p a -n 9 --chat"},
+	"generate --device":  {"generate -m TINY -p a -n 9", "generate -m TINY -p a -n 9 --device none"},
 	"generate --precision": {"generate -m TINY -p a -n 9",
 		"generate -m TINY -p a -n 9 --precision none"},
 	"generate --temperature": {"generate -m TINY -p a -n 30", "generate -m TINY -p a -n 30 --temperature 9"},
@@ -251,6 +253,7 @@ var effects = map[string]effect{
 	"generate --seed": {"generate -m TINY -p a -n 30 -t 9", "generate -m TINY -p a -n 30 -t 9 --seed 2"},
 
 	"chat --model":       {"chat -m TINY", "chat --model none"},
+	"chat --adapter":     {"chat -m TINY", "chat -m TINY --adapter none"},
 	"chat --n":           {"chat -m TINY", "chat -m TINY --n -1"},
 	"chat --temperature": {"chat -m TINY", "chat -m TINY --temperature -2"},
 	"chat --top-k":       {"chat -m TINY -t 1", "chat -m TINY -t 1 --top-k -2"},
@@ -259,6 +262,7 @@ var effects = map[string]effect{
 	"chat --precision":   {"chat -m TINY", "chat -m TINY --precision none"},
 
 	"serve --model":     {"serve -m TINY --cors x", "serve --model none"},
+	"serve --adapter":   {"serve -m TINY --addr nowhere", "serve -m TINY --addr 127.0.0.1:0 --adapter none"},
 	"serve --addr":      {"serve -m TINY --addr nowhere", "serve -m TINY --addr elsewhere"},
 	"serve --api-key":   {"serve -m TINY --addr nowhere", "serve -m TINY --addr nowhere --api-key="},
 	"serve --context":   {"serve -m TINY --addr nowhere", "serve -m TINY --addr 127.0.0.1:0 --context 129"},
@@ -293,6 +297,11 @@ var effects = map[string]effect{
 	"finetune --seq":        {"TUNED", "TUNED --seq 64"},
 	"finetune --lr":         {"TUNED", "TUNED --lr 0.01"},
 	"finetune --held-out":   {"TUNED", "TUNED --held-out 0.5"},
+
+	"finetune --preference-loss": {"PREFERRED", "PREFERRED --preference-loss ipo"},
+	"finetune --beta":            {"PREFERRED", "PREFERRED --beta 0.9"},
+	"finetune --label-smoothing": {"PREFERRED", "PREFERRED --label-smoothing 0.4"},
+
 	"finetune --prompt":     {"TUNED", "TUNED --prompt another"},
 	"finetune --save-every": {"TUNED", "TUNED --save-every 1"},
 	"finetune --eval-every": {"TUNED", "TUNED --eval-every 1"},
@@ -377,7 +386,7 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 	chats := filepath.Join(t.TempDir(), "chat.jsonl")
 	require.NoError(t, os.WriteFile(chats, []byte(`{"text": "Permission is hereby granted, free of `+
 		`charge, to any person obtaining a copy of this software"}`+"\n{}\n[]\n"), 0o666))
-	tune := writeTuning(t, 40)
+	tune, pairs := writeTuning(t, 40), writePairs(t, 20)
 	recorded := finishedRun(t)
 	t.Setenv("XDG_CACHE_HOME", t.TempDir())
 	folder := t.TempDir()
@@ -390,6 +399,8 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 		t.Chdir(t.TempDir())
 		line = strings.Replace(line, "TRAIN", "train -m TINY -d TEXT -o OUT -n 2 -b 1 --seq 16 --device cpu", 1)
 		line = strings.Replace(line, "LONG", "finetune -m TINY -d TUNE -o OUT -b 1 --accumulate 1 --device cpu", 1)
+		line = strings.Replace(line, "PREFERRED", "finetune -m TINY -d PAIRS -o OUT -n 2 -b 2 --accumulate 1 --lr 0.01 "+
+			"--device cpu", 1)
 		line = strings.Replace(line, "TUNED", "finetune -m TINY -d TUNE -o OUT -n 2 -b 2 --accumulate 1 --device cpu", 1)
 		line = strings.Replace(line, "FRESH", "train --dim 32 --heads 2 -d TEXT -o OUT -n 2 -b 1 --seq 16 "+
 			"--device cpu", 1)
@@ -402,7 +413,8 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 		}
 		dir := filepath.Join(t.TempDir(), "dir")
 		line = strings.NewReplacer("TINY", absolute(t, tiny), "LLAMA", absolute(t, testdata+"/llama2"),
-			"ALTERED", altered, "TEXT", absolute(t, license), "OTHER", other, "FOLDER", folder, "CHAT", chats, "TUNE", tune, "RUN", recorded,
+			"ALTERED", altered, "TEXT", absolute(t, license), "OTHER", other, "FOLDER", folder, "CHAT", chats, "TUNE", tune,
+			"PAIRS", pairs, "RUN", recorded,
 			"PIQA", absolute(t, taskFiles+"/piqa.jsonl"), "SOLVED", absolute(t, taskFiles+"/train/piqa.jsonl"),
 			"SUMS", absolute(t, taskFiles+"/gsm8k.jsonl"), "OUT",
 			filepath.Join(dir, "out")).Replace(line)
