@@ -68,8 +68,13 @@ var ineffective = map[string]string{
 	"finetune --blocks":      "finetune --model MODEL --data TEXT --out OUT --blocks 1",
 	"finetune --epochs":      "finetune --model MODEL --data TEXT --out OUT --steps 2 --epochs 2",
 	"finetune --gpus":        "finetune --model MODEL --data TUNE --out OUT --gpus 2 --device cpu",
-	"convert --precision":    "convert --model MODEL --out OUT --gguf f32 --precision f16",
-	"convert --shard":        "convert --model MODEL --out OUT --gguf f32 --shard 1e-9",
+
+	"finetune --preference-loss": "finetune --model MODEL --data TUNE --out OUT --preference-loss ipo --device cpu",
+	"finetune --beta":            "finetune --model MODEL --data TUNE --out OUT --beta 0.2 --device cpu",
+	"finetune --label-smoothing": "finetune --model MODEL --data TUNE --out OUT --label-smoothing 0.1 --device cpu",
+
+	"convert --precision": "convert --model MODEL --out OUT --gguf f32 --precision f16",
+	"convert --shard":     "convert --model MODEL --out OUT --gguf f32 --shard 1e-9",
 }
 
 // TestEveryFlagHasARule checks that each flag of all commands has a rule, and that each rule except
