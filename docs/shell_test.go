@@ -68,7 +68,7 @@ var build = sync.OnceValues(func() (*programs, error) {
 })
 
 // subcommands lists the subcommands of programs other than kasmina.
-var subcommands = map[string][]string{"./tools/bench": {"growth", "study"}}
+var subcommands = map[string][]string{"./tools/bench": {"decode", "growth", "study"}}
 
 // optionsIn returns the options that a program's help lists, without dashes.
 func optionsIn(help []byte) map[string]bool {

@@ -89,7 +89,7 @@ func TestRefusals(t *testing.T) {
 		opt   opbench.Option
 		want  string
 	}{
-		{"Norm", []int{1}, opbench.Float32, nil, "want one of Add, Attention"},
+		{"Norm", []int{1}, opbench.Float32, nil, "want one of AdaptedLinear, Add, Attention"},
 		{"Add", []int{1}, opbench.Float32, nil, "want 2 numbers: rows, features"},
 		{"Add", nil, opbench.Float32, nil, "want 2 numbers"},
 		{"Add", []int{0, 3}, opbench.Float32, nil, "at least 1"},
