@@ -18,9 +18,11 @@ import (
 
 // Adapt returns a model with low-rank adapters that initially computes the same function as m. Both
 // models share the memory of m's parameters, so several sets of adapters can be attached to one model at
-// once. A model to be trained must freeze the shared parameters.
+// once. By default, training changes only the adapters. Parameters that [TrainConfig.Tuned] names change
+// in both models.
 //
-// The initial values of a depend only on the seed and the names of the targets.
+// The initial values of a depend only on the seed and the names of the targets. It is an error if m has
+// adapters already.
 func Adapt(m *Model, a LoRA, seed uint64) (*Model, error) {
 	return adapt(m, a, func(p ParamSpec) func() float64 {
 		h := fnv.New64a()

@@ -133,7 +133,7 @@ func withGradients(params ...string) GraphOption {
 func WithAllPositions() GraphOption { return func(b *graphBuilder) { b.everywhere = true } }
 
 // WithRows makes a ForLogits graph compute the logits of n rows, which Graph.Rows selects, instead of one
-// row per sequence.
+// row per sequence. If n is 0, WithRows has no effect.
 func WithRows(n int) GraphOption { return func(b *graphBuilder) { b.selected = n } }
 
 // BuildGraph builds a model's computation on batches of the given number of sequences. A ForTraining

@@ -335,9 +335,10 @@ func (m *Model) fileSlots() modelfile.Slots {
 // While a trainer runs, LoadBlueprint waits for the end of the current step. To continue without waiting,
 // submit the command that [Model.ReadBlueprint] returns.
 //
-// LoadBlueprint rejects corrupted files, non-finite numbers, weights whose shape differs from the
-// model's slots, and kinds other than that of the seed or of another seed sharing the slot. It also
-// rejects seeds that are dormant or permanently frozen. After an error, nothing has changed.
+// LoadBlueprint rejects corrupted files, non-finite numbers, and weights whose shape differs from the
+// model's slots. The file's kind must be that of the seed and of all other living seeds that share the
+// slot, and none of them may be permanently frozen. The seed must have a living blueprint on a chunk.
+// After an error, nothing has changed.
 func (m *Model) LoadBlueprint(path string, layer, seed int) error {
 	c, err := m.ReadBlueprint(path, layer, seed)
 	if err != nil {

@@ -184,8 +184,8 @@ func (c Config) tuningFLOPs(l learning) float64 {
 	return flops
 }
 
-// blockOf returns the block of a parameter. Parameters after the last block belong to the block after it, as
-// do those of the embedding if it is the output layer too.
+// blockOf returns the block of a parameter, or c.Layers if it is in no block. This suits parameters after the
+// last block, and the embedding in its role as the output layer.
 func (c Config) blockOf(param string) (block int) {
 	if _, err := fmt.Sscanf(param, blocksPrefix+"%d.", &block); err != nil {
 		return c.Layers

@@ -154,7 +154,7 @@ func WithEmbargo(epochs int) Option {
 
 // WithRenormalization sets the period, in epochs, after which a seed's running statistics are cut
 // back to the weight of one pass. They weight all passes equally and would otherwise adapt ever more
-// slowly. The default is 16.
+// slowly. The default is 16, and the minimum is 1.
 func WithRenormalization(epochs int) Option {
 	return func(c *config) error {
 		c.Renormalize = epochs

@@ -36,7 +36,7 @@ func (t *Team) TakePairs() op.PreferenceFigures {
 }
 
 // Join connects the ranks of a world on the CPUs of one host. All ranks must call it. The team takes
-// ownership of the world.
+// ownership of the world. After an error, the caller must close the world.
 func Join(ctx context.Context, w *comm.World) (*Team, error) {
 	if ctx == nil || w == nil {
 		return nil, errors.New("parallel: Join: the context or the world is nil")

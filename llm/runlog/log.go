@@ -166,8 +166,8 @@ func encode(e llm.Event, c config) (lines []byte, err error) {
 	return lines, nil
 }
 
-// openLog opens the file for appending. It terminates the last line if a killed process left it
-// incomplete.
+// openLog opens the file for appending, and creates missing directories. If a killed process left the
+// last line incomplete, openLog ends it with a newline.
 func openLog(path string) (*os.File, error) {
 	if path == "" {
 		return nil, errors.New(`the path is empty: pass the name of the log file`)

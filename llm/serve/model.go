@@ -39,7 +39,11 @@ type Model struct {
 }
 
 // NewModel describes the model of a folder, to be continued by g with up to context tokens. It reads the
-// folder's tokenizer and its chat template. The model has the name of the folder.
+// folder's tokenizer and its chat template. The model has the name of the folder. If the
+// folder's generation settings ask for sampling, they become the model's Sampling. Otherwise, it draws from
+// all tokens at temperature 1.
+//
+// A missing or unusable chat template is no error, but becomes the model's NoTemplate.
 func NewModel(f *hf.Folder, g Generator, context int) (*Model, error) {
 	return describeModel(f, f.Dir, f.Dir, g, context)
 }

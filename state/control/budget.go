@@ -60,8 +60,9 @@ func (a *Adapters) Affords(reports []state.Report) error {
 // seed outside depth, or if no blueprint fits any of these seeds.
 //
 // The function cost returns the parameters of a seed's blueprint, or 0 if none fits or the number is
-// unknown. For errors, controller is the controller's name, and sizeField returns the name and value of
-// the field that determines the size of blueprints at a site.
+// unknown. If it returns 0 for all seeds and the last of them is on a chunk, the numbers count as unknown,
+// which is no error. For errors, controller is the controller's name, and sizeField returns the name and
+// value of the field that determines the size of blueprints at a site.
 func affords(controller string, maxParameters int, reports []state.Report,
 	cost func(layer int, r *state.Report, seed int) int, sizeField func(blueprints.Site) string) error {
 	const none = math.MaxInt

@@ -163,7 +163,9 @@ func (x *timer) fill(p *piece, seed uint64) error {
 }
 
 // fastest returns the index of the fastest of the given variants, or -1 if none qualifies. A variant is
-// disqualified if it fails or its result differs from the plain variant's result.
+// disqualified if it fails or its result differs from the plain variant's result. The plain variant itself
+// is not timed if a variant that qualifies precedes it. The error reports a fault that destroys the
+// context, or a failure to time the variants.
 func (x *timer) fastest(variants []int) (int, error) {
 	live, err := x.correct(variants)
 	if err != nil {

@@ -248,7 +248,8 @@ func (l *layer) encode(pass *op.KasminaPass) error {
 }
 
 // begin takes a snapshot of the lattice for a run. If op and backward op are computed separately, the
-// op's snapshot serves both.
+// op's snapshot serves both. It is an error if a seed's kind is a graph that the surrounding graph does not
+// compute, or if a backward op finds no snapshot.
 func (l *layer) begin(pass *op.KasminaPass) error {
 	if !l.Forward {
 		return pass.Resume()

@@ -145,8 +145,8 @@ func longest(heads, tiles, section, sms int, inTurns bool) int {
 	return slices.Max(busy)
 }
 
-// hopperArgs returns the parameters and the descriptors of the inputs: q, k, v and, for the
-// backward pass, g.
+// hopperArgs returns the parameters, with the number of heads per section, and the descriptors of the
+// inputs: q, k, v and, for the backward pass, g.
 func (c *call) hopperArgs(section int, inputs []kernel.Rows) []any {
 	args := []any{c.params(section)}
 	for i, rows := range inputs {

@@ -133,8 +133,8 @@ func Supports(l any, d gpu.DeviceInfo) bool {
 	return false
 }
 
-// Check returns an error if the kernel does not support the launches. It considers only the alignment
-// of addresses and whether they are different.
+// Check returns an error if the kernel does not support the launches. The addresses need not be those of
+// allocated memory, but matter for alignment and for which launches use the same memory.
 func (s Step) Check(d gpu.DeviceInfo) error {
 	p, err := s.program(d)
 	if err == nil && p.slots() < 2 {
