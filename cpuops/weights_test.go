@@ -17,7 +17,8 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// weighed is a graph with every op that reads compact weights. Its matrices have the names of values.
+// weighed returns a graph that uses every op that can read compact weights. Its matrices have the keys of
+// values as their names. If bound is set, they also have the values.
 func weighed(t *testing.T, bound bool, values map[string]*tensor.Dense) (g *gorgonia.ExprGraph, outputs gorgonia.Nodes) {
 	t.Helper()
 	must := check[*gorgonia.Node](t)
@@ -35,7 +36,7 @@ func weighed(t *testing.T, bound bool, values map[string]*tensor.Dense) (g *gorg
 	y := must(gorgonia.Add(x, must(op.Linear(x, w("square"))))) // one step
 	z := must(op.SiLUMLP(y, w("gate"), w("up"), w("down")))
 	z = must(op.GELUMLP(z, w("gate2"), w("up2"), w("down2")))
-	// Four products of the same x. Three of them can be computed together.
+	// Four linear layers read y, and one call can compute three of these layers.
 	q, k, v, o := must(op.Linear(y, w("q"))), must(op.Linear(y, w("k"))), must(op.Linear(y, w("v"))),
 		must(op.Linear(y, w("o")))
 	z = must(gorgonia.Add(z, must(gorgonia.Add(must(gorgonia.HadamardProd(k, v)), must(gorgonia.Sub(q, o))))))
@@ -68,7 +69,8 @@ func weighedValues(t *testing.T) map[string]*tensor.Dense {
 	return values
 }
 
-// TestWeights compares graphs with compact weights with the same graphs and values in float32. All weights are exact in all types.
+// TestWeights checks that graphs with compact weights compute the same results as graphs with float32
+// values. All types represent the test's weights exactly.
 func TestWeights(t *testing.T) {
 	values := weighedValues(t)
 	g, nodes := weighed(t, true, values)
@@ -122,7 +124,8 @@ func TestWeights(t *testing.T) {
 
 func wide(x any) []float64 { return cputest.Widen(x.([]float32)) }
 
-// TestWeightsErrors checks the errors for matrices that do not fit, and for ops that need float32.
+// TestWeightsErrors checks the errors for invalid matrices, and for graphs with ops that cannot read
+// compact weights.
 func TestWeightsErrors(t *testing.T) {
 	var w cpuops.Weights
 	all := func(x ...float32) func(func([]float32) error) error {
@@ -170,7 +173,7 @@ func TestWeightsErrors(t *testing.T) {
 	require.ErrorContains(t, typ.UnmarshalText([]byte("q4")), "want f32, bf16 or q8_0")
 }
 
-// TestRead checks that Read returns the memory of an output, and the errors for other nodes.
+// TestRead checks that Read returns the elements of an output, and an error for any other node.
 func TestRead(t *testing.T) {
 	g, w, y := residual(t)
 	m := check[*cpuops.Machine](t)(cpuops.NewMachine(g, cpuops.WithOutputs(y)))

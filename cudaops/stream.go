@@ -19,21 +19,22 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// ErrStreamFull is the error of [Stream.Submit] if as many batches are in flight as the stream is deep.
-// Wait for the oldest one first.
+// ErrStreamFull is returned by [Stream.Submit] if the maximum number of batches is in flight. Call Wait
+// for the oldest batch first.
 var ErrStreamFull = errors.New("the stream is full")
 
-// ErrStreamClosed is the error of a [Stream] that has been closed.
+// ErrStreamClosed is returned by the methods of a closed [Stream].
 var ErrStreamClosed = errors.New("the stream is closed")
 
 // StreamMode selects how a [Stream] computes batches.
 type StreamMode uint8
 
 const (
-	// StreamAuto uses the persistent kernel if it can compute a batch and should be faster than launches.
+	// StreamAuto uses the persistent kernel if it supports the batch and is expected to be faster than
+	// launches.
 	StreamAuto StreamMode = iota
-	// StreamPersistent uses the persistent kernel, even for large batches. Submit returns an error for a
-	// batch that the kernel cannot compute.
+	// StreamPersistent uses the persistent kernel even for large batches. Submit returns an error if the
+	// kernel does not support the batch.
 	StreamPersistent
 	// StreamLaunches never uses the persistent kernel.
 	StreamLaunches
@@ -46,14 +47,14 @@ func (m StreamMode) String() string { return enum.Name(m, "StreamMode", streamMo
 
 // StreamOptions configures a [Stream]. Zero values select the defaults.
 type StreamOptions struct {
-	// Depth is the maximum number of batches that have been submitted and not waited for. The default is
-	// 16.
+	// Depth is the maximum number of batches that may be submitted before the oldest one is waited for.
+	// The default is 16.
 	Depth int
-	// Idle is the time after which the persistent kernel ends if it sees no new batch. The next batch
-	// launches it again. The default is 20 ms.
+	// Idle is the time without a new batch after which the persistent kernel ends. The next batch
+	// launches the kernel again. The default is 20 ms.
 	Idle time.Duration
-	// Precision is the type of the layers' values on a GPU: Float32, which is the default, BFloat16 or
-	// Float16. A CPU always computes in float32.
+	// Precision is the type of the layers' values on a GPU: Float32 (the default), BFloat16 or Float16. A
+	// CPU always computes in float32.
 	Precision Precision
 	Mode      StreamMode
 }
@@ -190,9 +191,10 @@ func (s *Stream) Fallback() error {
 // Submit passes a batch to the stream and returns its number for [Stream.Wait], which must be called once
 // for each batch. x contains rows × features numbers in row-major order and may be reused at once.
 //
-// If the persistent kernel computes the batch, Submit does not wait for it. It waits for batches in flight
-// if a lattice has changed or if the batch is computed in another way than they are. All other batches are
-// complete when Submit returns.
+// If the persistent kernel computes the batch, Submit returns without waiting for the result. Before
+// submitting, it waits for the batches in flight if a lattice has changed, or if those batches are
+// computed by a different method. A batch computed without the persistent kernel is complete when Submit
+// returns.
 //
 // If the stream is full, the error wraps [ErrStreamFull]. If ctx is canceled, Submit returns
 // context.Cause(ctx). After an error, the batch has not been submitted.
@@ -223,7 +225,7 @@ func (s *Stream) Submit(ctx context.Context, x []float32) (batch uint64, err err
 	p.busy, s.fallback = true, fallback
 	s.submitted++
 	if !p.persistent {
-		s.recorded = s.submitted // the machine has recorded it
+		s.recorded = s.submitted // the machine has recorded the telemetry
 	}
 
 	return p.batch, nil
@@ -255,7 +257,8 @@ func (s *Stream) submit(ctx context.Context, p *streamPlace, x []float32) (fallb
 		return nil, fallback
 	}
 
-	// The machine needs room on the GPU, and telemetry arrives in the order of batches.
+	// Wait for earlier batches: the machine needs room on the GPU, and telemetry must be recorded in
+	// order.
 	if err := s.record(ctx, s.submitted); err != nil {
 		return nil, err
 	}
@@ -318,7 +321,7 @@ func (s *Stream) Wait(ctx context.Context, batch uint64, y []float32) (err error
 	}
 }
 
-// tryWait is Wait without waiting.
+// tryWait is like Wait, but it does not block.
 func (s *Stream) tryWait(batch uint64, y []float32) (done bool, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -365,7 +368,7 @@ func (s *Stream) Run(ctx context.Context, x, y []float32) error {
 	return err
 }
 
-// discard gives up the result of a batch, so that its place becomes free.
+// discard drops the result of a batch and frees its place.
 func (s *Stream) discard(batch uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -374,7 +377,7 @@ func (s *Stream) discard(batch uint64) {
 		return
 	}
 
-	// An error of the device is reported by the next call.
+	// The next call reports any error of the device.
 	if s.record(context.Background(), batch+1) == nil {
 		p.busy = false
 	}
@@ -465,7 +468,7 @@ func (s *Stream) Close() (err error) {
 	return run.Joined(errs...)
 }
 
-// streamComputer computes batches one by one.
+// streamComputer computes batches one at a time.
 type streamComputer interface {
 	// compute computes the chain's input and copies the result to y.
 	compute(ctx context.Context, y []float32) error
@@ -473,7 +476,7 @@ type streamComputer interface {
 }
 
 // streamChain is a copy of the layers in a separate graph, with copies of their weights and scales. If a
-// slot is unwritten in the user's graph, the copies hold its identity start.
+// slot in the user's graph has not been written, its copy starts as the identity.
 type streamChain struct {
 	graph  *gorgonia.ExprGraph
 	x, y   *gorgonia.Node
@@ -524,7 +527,7 @@ func newStreamChain(y *gorgonia.Node) (*streamChain, error) {
 	return c, c.refresh()
 }
 
-// add applies a copy of a layer to the result so far. Layers that share weights also share their copies.
+// add applies a copy of a layer to the result so far. Layers that share weights also share the copies.
 func (c *streamChain) add(n *gorgonia.Node, copies map[*gorgonia.Node]*gorgonia.Node) (err error) {
 	l := &streamLayer{sources: [2]*gorgonia.Node(graph.Children(n)[1:3])}
 	for i, source := range l.sources {

@@ -26,8 +26,8 @@ func newBatcher(t *testing.T, m *Model, o BatcherOptions) *Batcher {
 	return b
 }
 
-// TestBatcher continues texts of random lengths at the same time, up to and beyond the window, and
-// compares the logits of every token with a pass over the text alone.
+// TestBatcher continues texts of random lengths concurrently, up to and beyond the window, and compares
+// the logits of every token with a separate pass over the text.
 func TestBatcher(t *testing.T) {
 	learned := tiny()
 	learned.Positions, learned.Blocks = learned.Seq, []Block{{NoRoPE: true}, {NoRoPE: true}}
@@ -56,7 +56,7 @@ func TestBatcher(t *testing.T) {
 						return
 					}
 
-					// Some texts start alike.
+					// Some texts have a common beginning.
 					all := []int{i % 3, 5, 6, 7, i % 2}
 					for range r.IntN(c.Seq) {
 						all = append(all, r.IntN(256))
@@ -85,8 +85,8 @@ func TestBatcher(t *testing.T) {
 	}
 }
 
-// TestBatcherPasses checks how many passes texts take: one for all waiting texts, and none for the
-// tokens that a new text shares with an earlier one.
+// TestBatcherPasses checks how texts are scheduled: a pass serves all waiting texts, and tokens cached
+// for an earlier text are not computed again.
 func TestBatcherPasses(t *testing.T) {
 	c := tiny()
 	c.Seq = 64
@@ -104,7 +104,7 @@ func TestBatcherPasses(t *testing.T) {
 		long[i] = 2 * i
 	}
 
-	// The text that lacks one token comes before the prompt, which takes two passes.
+	// The short text finishes first, because the long one needs two passes.
 	all := jobs(long, []int{7})
 	finished, err := b.pass(all)
 	require.NoError(t, err)
@@ -114,7 +114,8 @@ func TestBatcherPasses(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, all[:1], finished)
 
-	// Its continuation and a text that starts alike need only the new tokens.
+	// Texts with a cached beginning need only their new tokens. A text that is cached entirely needs its
+	// last token to compute logits.
 	again := jobs(append(long[:50:50], 3), append(long[:48:48], 1, 2, 3), long)
 	again[0].text = all[0].text
 	chosen := b.choose(again)
@@ -136,8 +137,8 @@ func TestBatcherPasses(t *testing.T) {
 		roundRows(4), roundRows(5), roundRows(6), roundRows(7), roundRows(12), roundRows(50), roundRows(65)})
 }
 
-// TestBatcherLeaves checks that a text may be abandoned at any time without affecting other texts, that
-// invalid tokens are rejected, and that closing the batcher fails all texts.
+// TestBatcherLeaves checks that texts can be abandoned at any time without affecting other texts, that
+// invalid tokens are rejected, and that closing the batcher ends all texts with an error.
 func TestBatcherLeaves(t *testing.T) {
 	m, err := NewModel(tiny(), tensor.Float32, 1)
 	require.NoError(t, err)
@@ -185,7 +186,7 @@ func TestBatcherLeaves(t *testing.T) {
 	require.ErrorContains(t, err, "as many rows as texts")
 }
 
-// textOf returns a text of 30 tokens drawn by a generator.
+// textOf generates a text of 30 tokens.
 func textOf(t *testing.T, g *Generator, ctx context.Context, seed uint64) []int {
 	t.Helper()
 	s, err := sampler.New(sampler.Config{Temperature: 1, Seed: seed})
@@ -195,7 +196,7 @@ func textOf(t *testing.T, g *Generator, ctx context.Context, seed uint64) []int 
 	return tokens
 }
 
-// BenchmarkBatcher reports the tokens per second of several texts at a time.
+// BenchmarkBatcher measures the total throughput of texts generated concurrently.
 func BenchmarkBatcher(b *testing.B) {
 	c := Config{Vocab: 8192, Dim: 512, Layers: 8, Heads: 8, FF: 1536, Seq: 512}.Default()
 	m, err := NewModel(c, tensor.Float32, 1)
@@ -220,8 +221,8 @@ func BenchmarkBatcher(b *testing.B) {
 	}
 }
 
-// TestBatcherAdapters continues texts with different adapters, and without one, in the same passes, and
-// compares the logits of every token with those of the adapted models alone.
+// TestBatcherAdapters continues texts with different adapters, and without one, in the same passes. It
+// compares the logits of every token with a separate inference of the adapted model.
 func TestBatcherAdapters(t *testing.T) {
 	t.Run("model", func(t *testing.T) { testBatcherAdapters(t, tensor.Float64, false, 1e-12) })
 	t.Run("compact model", func(t *testing.T) { testBatcherAdapters(t, tensor.Float32, true, 2e-5) })
@@ -327,8 +328,8 @@ func testBatcherAdapters(t *testing.T, dt tensor.Dtype, compact bool, tolerance 
 	require.ErrorContains(t, err, "does not fit the model")
 }
 
-// TestBatcherOfInference continues texts whose keys and values are in pages. There are too few pages for all
-// texts, some texts start alike, and all logits must equal those of a pass over the text alone.
+// TestBatcherOfInference continues texts in a paged cache that is too small for all of them. Some texts
+// have a common beginning. The logits of every token must match a separate pass over the text.
 func TestBatcherOfInference(t *testing.T) {
 	learned := tiny()
 	learned.Positions, learned.Blocks = 150, []Block{{NoRoPE: true}, {NoRoPE: true}}

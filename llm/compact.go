@@ -13,13 +13,14 @@ import (
 	"github.com/kasmina-go/kasmina/internal/half"
 )
 
-// CompactModel is a model for losses and generation on a CPU, with matrices in float32, bfloat16 or q8_0.
-// In bfloat16 it takes half the memory of a [Model], and in q8_0 about a quarter. It also generates text
-// faster, since each token takes about as long as reading the weights.
+// CompactModel is a model for inference on a CPU, with matrices in float32, bfloat16 or q8_0. It takes
+// half the memory of a [Model] in bfloat16 and about a quarter in q8_0, and it generates text faster,
+// because the time per token is about the time to read the weights.
 //
-// All other values and the arithmetic stay in float32. A text gets the same logits, bit for bit, whether a
-// [Batcher] continues it alone or together with more texts. A compact model does not change, and it has no
-// seeds. Any number of goroutines may use it.
+// All other values and all arithmetic remain in float32. A [Batcher] computes the same logits for a text,
+// bit for bit, no matter how many other texts it continues at the same time.
+//
+// A compact model cannot be trained or grow. It may be used by multiple goroutines concurrently.
 type CompactModel struct {
 	parts   ModelParts
 	weights *cpuops.Weights
@@ -31,8 +32,8 @@ type WeightReader interface {
 	Read(ctx context.Context, name string, put func(part []byte, dtype string) error) error
 }
 
-// LoadCompact reads a model with matrices of the given type. At no time does it hold the whole model in
-// float32.
+// LoadCompact reads a model and converts its matrices to the given type while reading. Unless the type is
+// float32, the whole model is never in memory in float32.
 func LoadCompact(ctx context.Context, t cpuops.WeightType, c Config, r WeightReader) (*CompactModel, error) {
 	if ctx == nil || r == nil {
 		return nil, errors.New("llm: LoadCompact: the context or the reader is nil")
@@ -57,8 +58,8 @@ func LoadCompact(ctx context.Context, t cpuops.WeightType, c Config, r WeightRea
 	return m, nil
 }
 
-// Compact returns a copy of the model's current state, with matrices of the given type. It returns an
-// error if the model has seeds or is not a float32 model.
+// Compact returns a copy of the model in its current state, with matrices of the given type. It returns
+// an error if the model has seeds or its parameters are not float32.
 func (m *Model) Compact(t cpuops.WeightType) (*CompactModel, error) {
 	done, err := m.Current()
 	if err != nil {
@@ -86,7 +87,8 @@ func (m *Model) Compact(t cpuops.WeightType) (*CompactModel, error) {
 	return c, nil
 }
 
-// newCompactModel returns a model. It calls read for each parameter, which must pass the values to put.
+// newCompactModel builds a model with matrices of type t. It calls read for each parameter; read must
+// pass the parameter's values to put.
 func newCompactModel(t cpuops.WeightType, c Config, read func(name string, put func([]float32) error) error) (
 	*CompactModel, error) {
 	m := &CompactModel{Outline(c), new(cpuops.Weights)}
@@ -133,11 +135,12 @@ func newCompactModel(t cpuops.WeightType, c Config, read func(name string, put f
 	return m, nil
 }
 
-// isSmall reports whether a parameter belongs to an adapter or is the table of positions. These are too small
-// to be worth rounding.
+// isSmall reports whether a parameter belongs to an adapter or is the table of positions. Rounding such
+// small parameters would save little memory.
 func isSmall(param string) bool { return param == PositionsName || IsAdapterParam(param) }
 
-// widenPart converts little-endian numbers to float32 in the memory of to if it is large enough.
+// widenPart converts little-endian numbers to float32. It reuses the memory of to if that is large
+// enough.
 func widenPart(to []float32, part []byte, dtype string) ([]float32, error) {
 	size := 2
 	if dtype == "float32" {
@@ -167,7 +170,7 @@ func widenPart(to []float32, part []byte, dtype string) ([]float32, error) {
 // Config returns the model's configuration.
 func (m *CompactModel) Config() Config { return m.parts.Config }
 
-// Bytes returns the memory that the model's parameters take.
+// Bytes returns the size of the model's parameters in memory.
 func (m *CompactModel) Bytes() int {
 	n := m.weights.Bytes()
 	for _, p := range m.parts.Params {
@@ -188,8 +191,8 @@ func (m *CompactModel) Inference() *Inference {
 	return &Inference{Make: m.machine, outline: &m.parts, compact: m}
 }
 
-// Generator returns a generator. Several generators of a model can be used at the same time, but
-// [NewCompactBatcher] is faster for several texts.
+// Generator returns a generator. A model's generators may be used concurrently, but [NewCompactBatcher]
+// is faster for multiple texts.
 func (m *CompactModel) Generator() *Generator {
 	i := m.Inference()
 	return &Generator{m.parts.Config, i.Decoder, i.Close}

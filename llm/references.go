@@ -9,25 +9,27 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
-// ReferencedPairs are preference pairs that need the log-probabilities of their answers from before
-// training. The pairs of package chatdata implement it.
+// ReferencedPairs are preference pairs that need the log-probabilities of their answers under the model
+// before training. The pairs of package chatdata implement it.
 type ReferencedPairs interface {
 	// Fingerprint identifies the pairs.
 	Fingerprint() string
-	// References returns a number for each answer, or nil before SetReferences.
+	// References returns the log-probability of each answer, or nil before SetReferences.
 	References() []float64
-	// SetReferences sets all numbers.
+	// SetReferences sets the log-probabilities of all answers.
 	SetReferences([]float64) error
-	// ComputeReferences returns the numbers, given a function that computes the log-probabilities of a
-	// batch's targets. If that function returns nil for a batch, the batch's answers get 0.
+	// ComputeReferences calls logProbs with batches of pairs and returns the log-probability of each
+	// answer. logProbs returns the log-probabilities of the batch's targets. If it returns nil, the
+	// answers in the batch get 0.
 	ComputeReferences(logProbs func(data.Batch) ([]float64, error)) ([]float64, error)
 }
 
-// References is a [Part] that computes the log-probabilities of the answers of preference pairs before the
-// first step. Training needs no second model for them, and checkpoints contain them. If several ranks train,
-// each computes a share.
+// References is a [Part] that computes the log-probabilities of preference pairs before the first step,
+// so that training needs no second model. Checkpoints contain them. If several ranks train, each computes
+// a share.
 //
-// Untrained low-rank adapters change nothing, so the reference of a model with new adapters is its base.
+// An untrained low-rank adapter does not change the model, so the reference of a model with new adapters
+// is its base model.
 type References struct{ sets []ReferencedPairs }
 
 var (
@@ -35,8 +37,8 @@ var (
 	_ RunStarter = (*References)(nil)
 )
 
-// NewReferences returns a part for the pairs of a run, to learn from or to evaluate. [Trainer.Use] adds it
-// to the trainer.
+// NewReferences returns a part for the pairs that a run uses for training or evaluation. Add it to the
+// trainer with [Trainer.Use].
 func NewReferences(sets ...ReferencedPairs) *References { return &References{sets} }
 
 // Name implements [Part].
@@ -69,7 +71,7 @@ func (r *References) StartRun(u Turn) error {
 	return nil
 }
 
-// compute computes the references of a set of pairs, together with the other ranks.
+// compute computes the references of a set of pairs, sharing the work with the other ranks.
 func (r *References) compute(u Turn, e PreferenceMeter, set ReferencedPairs) ([]float64, error) {
 	defer u.t.team.busy("computing the references of the preference pairs")()
 	rank, ranks := 0, 1
@@ -98,7 +100,7 @@ func (r *References) compute(u Turn, e PreferenceMeter, set ReferencedPairs) ([]
 		return nil, err
 	}
 
-	// Each number was computed by one rank, and is 0 everywhere else.
+	// Each number was computed by one rank, and is 0 on all others.
 	sum := make([]float64, len(own))
 	for from, part := range all {
 		if len(part) != len(text) {
@@ -155,7 +157,7 @@ func (r *References) Load(c *CheckpointReader) (install func(), err error) {
 		loaded[i] = all
 	}
 
-	// A set that refuses its references stays without them, and the next run reports that.
+	// If a set rejects its references, it remains without them, and the next run reports an error.
 	return func() {
 		for i, all := range loaded {
 			if all != nil {

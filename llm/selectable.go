@@ -15,15 +15,15 @@ import (
 	"github.com/kasmina-go/kasmina/op/lowrank"
 )
 
-// noAdapter is the index of texts that use the model without an adapter.
+// noAdapter is the index for texts that use the model without an adapter.
 const noAdapter = -1
 
-// selectable holds the adapters among which a graph chooses for each row, by the name of the linear
-// layer. An adapter without such a layer is nil there.
+// selectable contains the adapters that a graph can select for each row, keyed by the name of the linear
+// layer. The element of an adapter that does not change the layer is nil.
 type selectable map[string][]*lowrank.Adapter
 
-// selectableOf prepares adapters for a model that has none itself. norms returns the norms of the rows of a
-// weight with its adapter, in the type of the model.
+// selectableOf prepares adapters for a model that has none itself. norms returns the norm of each row of
+// an adapted weight, in the type of the model.
 func selectableOf(m ModelParts, adapters []*Adapter, norms func(a *Adapter, target string) (any, error)) (selectable,
 	error) {
 	if len(adapters) == 0 {
@@ -58,7 +58,7 @@ func selectableOf(m ModelParts, adapters []*Adapter, norms func(a *Adapter, targ
 	return all, nil
 }
 
-// lowRank returns the adapter of a linear layer.
+// lowRank returns the part of a that adapts one linear layer.
 func (a *Adapter) lowRank(target string, norms func(a *Adapter, target string) (any, error)) (*lowrank.Adapter,
 	error) {
 	out := &lowrank.Adapter{Rank: a.LoRA.RankOf(target), Scale: a.LoRA.ScaleOf(target),
@@ -80,7 +80,7 @@ func (a *Adapter) lowRank(target string, norms func(a *Adapter, target string) (
 	return out, nil
 }
 
-// quotients returns x / y.
+// quotients returns the elementwise quotient x / y.
 func quotients[T float32 | float64](x, y []T) []T {
 	z := make([]T, len(x))
 	for i := range x {
@@ -89,7 +89,7 @@ func quotients[T float32 | float64](x, y []T) []T {
 	return z
 }
 
-// norms returns ‖w + s·b·a‖ of each row of a target.
+// norms returns the norm of each row of a target's adapted weight, ‖w + s·b·a‖.
 func (m *Model) norms(a *Adapter, target string) (any, error) {
 	norms := newParamValue(m.Dtype(), a.Param(target+block.EndingMagnitude).Shape(), nil)
 	writeRowNorms(norms, m.Param(target+".weight"), a.Param(target+block.EndingA), a.Param(target+block.EndingB),
@@ -97,7 +97,7 @@ func (m *Model) norms(a *Adapter, target string) (any, error) {
 	return norms.Data(), nil
 }
 
-// norms returns ‖w + s·b·a‖ of each row of a target.
+// norms returns the norm of each row of a target's adapted weight, ‖w + s·b·a‖.
 func (m *CompactModel) norms(a *Adapter, target string) (any, error) {
 	g := gorgonia.NewGraph()
 	var w *gorgonia.Node
@@ -139,7 +139,7 @@ func (m *CompactModel) norms(a *Adapter, target string) (any, error) {
 	return slices.Clone(v.Data().([]float32)), nil
 }
 
-// of returns the adapters of a block's layers by their names in the block, or nil.
+// of returns the adapters for the layers of a block, keyed by the layers' names within the block.
 func (s selectable) of(prefix string) map[string][]*lowrank.Adapter {
 	var all map[string][]*lowrank.Adapter
 	for target, adapters := range s {
@@ -153,7 +153,7 @@ func (s selectable) of(prefix string) map[string][]*lowrank.Adapter {
 	return all
 }
 
-// withAdapters makes a graph choose among adapters for each row.
+// withAdapters makes a graph apply the selected adapter to each row.
 func withAdapters(all selectable, selection *lowrank.Selection) GraphOption {
 	return func(b *graphBuilder) { b.adapters, b.selection = all, selection }
 }

@@ -30,8 +30,7 @@ type LinearLogProbsOp struct {
 //	y[r] = log softmax(x[r]·wᵀ)[targets[r]]
 //
 // x is [rows, D] and w is [V, D], both float32 or both float64. targets is [rows] of type int, and y is
-// [rows]. Rows with a negative target have the value 0. The run returns an error if a target is V or
-// greater.
+// [rows]. In rows with a negative target, y is 0. Running the op fails if a target is V or greater.
 //
 // Like [LinearCrossEntropy], the op computes the logits for a few rows at a time.
 func LinearLogProbs(x, w, targets *gorgonia.Node) (*gorgonia.Node, error) {

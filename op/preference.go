@@ -32,10 +32,10 @@ const (
 // PreferenceKinds lists the kinds of losses.
 var PreferenceKinds = []PreferenceKind{PreferenceSigmoid, PreferenceHinge, PreferenceIPO, PreferenceRobust}
 
-// Preference configures the loss of preference pairs. A pair consists of a chosen and a rejected answer to the
-// same prompt. The reference is the model before training. Let c be the log-probability of the chosen answer
-// minus its log-probability under the reference, let r be the same for the rejected answer, let z = β·(c−r),
-// and let ε be Smoothing:
+// Preference configures the loss for preference pairs. A pair consists of a chosen and a rejected answer
+// to the same prompt, and the reference is the model before training. Let c be the log-probability of the
+// chosen answer minus its log-probability under the reference, let r be the same difference for the
+// rejected answer, let z = β·(c−r), and let ε be Smoothing:
 //
 //	sigmoid  −(1−ε)·log σ(z) − ε·log σ(−z)
 //	hinge    max(0, 1−z)
@@ -54,7 +54,7 @@ type Preference struct {
 	Smoothing float64        `json:"smoothing,omitempty"` // probability that an answer was preferred by mistake
 }
 
-// Check returns an error for settings without meaning.
+// Check returns an error if the settings are invalid.
 func (p Preference) Check() error {
 	smooths := p.Kind == PreferenceSigmoid || p.Kind == PreferenceRobust
 	switch {
@@ -75,9 +75,9 @@ func (p Preference) Check() error {
 	return nil
 }
 
-// A preferencePair holds the sums for a pair: the differences between the log-probabilities of the
-// answers here and under the reference, and the numbers of tokens. Index 0 belongs to the chosen answer,
-// 1 to the rejected one.
+// A preferencePair accumulates the log-probability of each answer minus its log-probability under the
+// reference, and the answer's number of tokens. Index 0 is the chosen answer, and index 1 the rejected
+// one.
 type preferencePair struct {
 	ratio [2]float64
 	rows  [2]float64
@@ -116,8 +116,8 @@ func softplus(x float64) float64 { return max(x, 0) + math.Log1p(math.Exp(-math.
 
 func sigmoid(x float64) float64 { return 1 / (1 + math.Exp(-x)) }
 
-// PreferenceFigures summarizes preference pairs. The reward of an answer is β times its log-probability
-// minus the log-probability that the reference gives it.
+// PreferenceFigures summarizes preference pairs. The reward of an answer is β times the difference
+// between its log-probability and its log-probability under the reference.
 type PreferenceFigures struct {
 	Pairs    int     `json:"pairs"`
 	Right    int     `json:"right"`    // pairs with a higher reward for the chosen answer
@@ -125,16 +125,16 @@ type PreferenceFigures struct {
 	Rejected float64 `json:"rejected"` // sum of the rewards of the rejected answers
 }
 
-// Plus returns the figures of the pairs of both.
+// Plus returns the combined figures of f and g.
 func (f PreferenceFigures) Plus(g PreferenceFigures) PreferenceFigures {
 	return PreferenceFigures{f.Pairs + g.Pairs, f.Right + g.Right, f.Chosen + g.Chosen,
 		f.Rejected + g.Rejected}
 }
 
-// Accuracy returns the share of the pairs with a higher reward for the chosen answer.
+// Accuracy returns the fraction of pairs in which the chosen answer has the higher reward.
 func (f PreferenceFigures) Accuracy() float64 { return float64(f.Right) / float64(f.Pairs) }
 
-// Margin returns the mean difference of the rewards of a pair.
+// Margin returns the mean difference between the rewards of the chosen and the rejected answer.
 func (f PreferenceFigures) Margin() float64 { return (f.Chosen - f.Rejected) / float64(f.Pairs) }
 
 // PreferenceLossOp is the op that [PreferenceLoss] applies.
@@ -189,14 +189,14 @@ func PreferenceLoss(logProbs, reference, answers *gorgonia.Node, p Preference) (
 	return gorgonia.ApplyOp(o, in...)
 }
 
-// TakeFigures returns the figures of all pairs since the last call.
+// TakeFigures returns the figures of all pairs since the last call, and resets them.
 func (o *PreferenceLossOp) TakeFigures() PreferenceFigures {
 	f := o.figures
 	o.figures = PreferenceFigures{}
 	return f
 }
 
-// gatherPairs sums up the pairs, and returns their number.
+// gatherPairs sums up the rows of each pair into o.pairs, and returns the number of pairs.
 func gatherPairs[T cpu.Float](o *PreferenceLossOp, logProbs, reference []T, answers []int) (int, error) {
 	if len(o.pairs) != len(answers) {
 		o.pairs = make([]preferencePair, len(answers))
@@ -229,7 +229,7 @@ func gatherPairs[T cpu.Float](o *PreferenceLossOp, logProbs, reference []T, answ
 	return n, nil
 }
 
-// present reports whether a pair has tokens.
+// present reports whether any row belongs to the pair.
 func (x preferencePair) present() bool { return x.rows[0]+x.rows[1] > 0 }
 
 func preferenceLoss[T cpu.Float](o *PreferenceLossOp, loss []T, in opbase.Args) error {
@@ -260,7 +260,7 @@ func preferenceLoss[T cpu.Float](o *PreferenceLossOp, loss []T, in opbase.Args) 
 // DiffWRT reports that the op is differentiable in the log-probabilities.
 func (o *PreferenceLossOp) DiffWRT(int) []bool { return []bool{true, false, false} }
 
-// SymDiff returns the gradient of the log-probabilities.
+// SymDiff returns the gradient with respect to the log-probabilities.
 func (o *PreferenceLossOp) SymDiff(in gorgonia.Nodes,
 	output, grad *gorgonia.Node) (gorgonia.Nodes, error) {
 	if err := opbase.CheckGradient(&o.Base, in, output, grad); err != nil {
@@ -280,8 +280,8 @@ func (o *PreferenceLossOp) SymDiff(in gorgonia.Nodes,
 	return gorgonia.Nodes{dx, nil, nil}, nil
 }
 
-// PreferenceLossGradOp computes the gradient of the log-probabilities from the inputs of
-// [PreferenceLossOp], the loss, and its gradient.
+// PreferenceLossGradOp computes the gradient with respect to the log-probabilities, from the inputs of
+// [PreferenceLossOp], the loss, and the gradient of the loss.
 type PreferenceLossGradOp struct {
 	opbase.Base
 	Forward *PreferenceLossOp

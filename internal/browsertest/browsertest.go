@@ -1,4 +1,4 @@
-// Package browsertest lets tests look at pages in a headless Chromium.
+// Package browsertest tests web pages in a headless Chromium.
 package browsertest
 
 import (
@@ -19,10 +19,10 @@ import (
 //go:embed axe.js
 var axe string
 
-// patience limits the time for an action on a page. It is generous, because machines may be slow.
+// patience is the time limit for an action on a page. It allows for slow machines.
 const patience = 60 * time.Second
 
-// A Window is a browser window. Its Context is for actions of chromedp without a time limit.
+// A Window is a browser window. Actions that use Context directly have no time limit.
 type Window struct {
 	*testing.T
 	Context context.Context
@@ -78,7 +78,7 @@ func Open(t *testing.T, width, height int) *Window {
 	return w
 }
 
-// Do performs actions.
+// Do performs the given actions.
 func (w *Window) Do(actions ...chromedp.Action[chromedp.Void]) {
 	w.Helper()
 	ctx := w.Context
@@ -90,7 +90,7 @@ func (w *Window) Do(actions ...chromedp.Action[chromedp.Void]) {
 	require.NoError(w, chromedp.Do(ctx, actions...), "%v", w.Complaints())
 }
 
-// Eval evaluates an expression on the page, and awaits the result if it is a promise.
+// Eval evaluates an expression on the page. If the result is a promise, Eval awaits it.
 func Eval[T any](w *Window, expression string) T {
 	w.Helper()
 	ctx, stop := context.WithTimeout(w.Context, patience)
@@ -100,7 +100,7 @@ func Eval[T any](w *Window, expression string) T {
 	return v
 }
 
-// Complaints returns the errors and warnings in the console since the last call.
+// Complaints returns the errors and warnings logged in the console since the last call.
 func (w *Window) Complaints() (all []string) {
 	for len(w.said) > 0 {
 		all = append(all, <-w.said)
@@ -108,7 +108,7 @@ func (w *Window) Complaints() (all []string) {
 	return all
 }
 
-// Accessible checks the page with the accessibility rules of axe.
+// Accessible checks the page against the accessibility rules of axe. view names the page in failures.
 func (w *Window) Accessible(view string) {
 	w.Helper()
 	Eval[bool](w, axe+"; true")

@@ -6,12 +6,12 @@ import (
 	"slices"
 )
 
-// NewPackedEvaluation returns an evaluation of sequences of seq tokens that hold several documents each,
-// or context that is not to be predicted, as those of package chatdata do. rows has a whole number of
-// sequences. bytes is the number of text bytes that the targets stand for.
+// NewPackedEvaluation returns an evaluation of sequences of seq tokens, packed with several documents
+// each or containing tokens without a target, such as the sequences of package chatdata. rows must
+// contain a whole number of sequences. bytes is the number of bytes of text that the targets represent.
 //
-// If rows holds preference pairs, pair i starts at token i, and no pair is divided between sequences. The
-// references can change until the evaluation is used.
+// If rows contains preference pairs, each pair is numbered by the index of its first token, and no pair
+// may span two sequences. The references may change until the evaluation is used.
 func NewPackedEvaluation(rows Batch, bytes, batch, seq int) (*Evaluation, error) {
 	if err := checkBatches(batch, seq); err != nil {
 		return nil, fmt.Errorf("data: NewPackedEvaluation: %w", err)
@@ -44,7 +44,7 @@ func NewPackedEvaluation(rows Batch, bytes, batch, seq int) (*Evaluation, error)
 	return &Evaluation{packed: &rows, bytes: bytes, batch: batch, seq: seq}, nil
 }
 
-// count returns the number of targets, or of preference pairs.
+// count returns the number of preference pairs or, if there are none, the number of targets.
 func (b Batch) count() int {
 	if b.Answers == nil {
 		return countTargets(b.Targets)
@@ -68,7 +68,7 @@ func countTargets(targets []int) (n int) {
 	return n
 }
 
-// packedIDs yields the tokens of packed sequences.
+// packedIDs yields the inputs and targets of packed sequences.
 func (e *Evaluation) packedIDs() iter.Seq[int] {
 	return func(yield func(int) bool) {
 		for i, id := range e.packed.Inputs {
@@ -79,8 +79,8 @@ func (e *Evaluation) packedIDs() iter.Seq[int] {
 	}
 }
 
-// packedBatches yields the batches of packed sequences. A last batch that is not full has sequences
-// without targets.
+// packedBatches yields the packed sequences in batches. The last batch is padded with sequences without
+// targets.
 func (e *Evaluation) packedBatches(yield func(Batch) bool) {
 	n := e.batch * e.seq
 	for at := 0; at < len(e.packed.Inputs); at += n {

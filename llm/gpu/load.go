@@ -77,9 +77,12 @@ func load(ctx context.Context, device *cudaops.Device, precision cudaops.Precisi
 	}, owner.Close), nil
 }
 
-// NewBatcher returns a batcher for an inference that [Load] has returned, which it owns from then on. Its
-// cache takes as much of the device's free memory as the texts can use, but at most three quarters. Options.Tokens
-// selects another size.
+// NewBatcher returns a batcher for an inference returned by [Load]. The batcher takes ownership of the
+// inference.
+//
+// If o.Tokens is 0, the cache is large enough for o.Texts texts of up to 8,192 tokens each, or for a
+// single text of maximum length if that is longer, but takes at most three quarters of the device's free
+// memory.
 func NewBatcher(device *cudaops.Device, precision cudaops.Precision, c llm.Config, i *llm.Inference,
 	o llm.BatcherOptions) (*llm.Batcher, error) {
 	if device == nil {
@@ -97,11 +100,11 @@ func NewBatcher(device *cudaops.Device, precision cudaops.Precision, c llm.Confi
 	return i.NewBatcher(o)
 }
 
-// longText is a text that is longer than most.
+// longText is the length of texts for which NewBatcher reserves memory. Longer texts are rare.
 const longText = 8192
 
-// cacheTokens returns the number of tokens for which to reserve memory, of at most the given number of
-// bytes.
+// cacheTokens returns the number of tokens to reserve memory for, given the number of texts and the
+// maximum number of bytes.
 func cacheTokens(c llm.Config, p cudaops.Precision, texts, bytes int) int {
 	element := 2
 	if p == cudaops.Float32 {

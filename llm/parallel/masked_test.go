@@ -17,7 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// maskedLosses trains on sequences with different numbers of targets and returns the losses of the steps.
+// maskedLosses trains on sequences with different numbers of targets and returns the loss of every step.
 func maskedLosses(ctx context.Context, batch, accumulate int, engine func(*llm.Model, optim.Optimizer,
 	llm.TrainConfig) (llm.Engine, error)) (losses []float64, err error) {
 	c := llm.Config{Vocab: 64, Dim: 16, Layers: 1, Heads: 2, Seq: 12, Documents: true}.Default()
@@ -61,9 +61,9 @@ func maskedLosses(ctx context.Context, batch, accumulate int, engine func(*llm.M
 	return losses, tr.Run(ctx)
 }
 
-// TestMaskedRanks checks that results of several ranks are bit-identical to those of one process, and
-// that losses equal those of steps with a single batch, although batches differ in their number of
-// targets.
+// TestMaskedRanks checks that two ranks produce bit-identical losses to a single process. It also checks
+// that accumulating four batches gives the same losses, up to rounding, as one batch four times the size,
+// even though the batches differ in their number of targets.
 func TestMaskedRanks(t *testing.T) {
 	whole, err := maskedLosses(t.Context(), 4, 1, nil)
 	require.NoError(t, err)
@@ -86,14 +86,14 @@ func TestMaskedRanks(t *testing.T) {
 	}
 }
 
-// preferred is the result of training on preference pairs.
+// preferred records the results of training on preference pairs.
 type preferred struct {
 	Losses     []float64
 	Figures    []op.PreferenceFigures
 	References []float64
 }
 
-// trainPairs trains on preference pairs.
+// trainPairs trains a small model on preference pairs and returns the results.
 func trainPairs(ctx context.Context, engine func(*llm.Model, optim.Optimizer,
 	llm.TrainConfig) (llm.Engine, error)) (p preferred, err error) {
 	c := llm.Config{Vocab: 64, Dim: 16, Layers: 1, Heads: 2, Seq: 24, Documents: true}.Default()
@@ -143,8 +143,8 @@ func trainPairs(ctx context.Context, engine func(*llm.Model, optim.Optimizer,
 	return p, err
 }
 
-// TestPreferenceRanks checks that several ranks have the losses, the rewards and the references of one, bit
-// for bit, although each has computed only a share of them.
+// TestPreferenceRanks checks that training on several ranks produces losses, rewards and references that
+// are bit-identical to a single process, although each rank computes only a share of the batches.
 func TestPreferenceRanks(t *testing.T) {
 	alone, err := trainPairs(t.Context(), nil)
 	require.NoError(t, err)

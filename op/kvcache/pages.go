@@ -17,21 +17,21 @@ import (
 // PageTokens is the number of tokens in a page.
 const PageTokens = 64
 
-// Pages is a cache of a fixed size for the keys and values of many sequences. It is divided into pages,
-// each with the keys and values of PageTokens consecutive tokens of a sequence, for all attention layers of
-// a model (Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
-// 2023). Sequences with the same beginning can share pages.
+// Pages is a cache with a fixed size for the keys and values of many sequences. Each page stores the keys
+// and values of PageTokens consecutive tokens of a sequence, for all attention layers of a model (Kwon et
+// al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023).
+// Sequences with a common beginning can share pages.
 //
-// Only one goroutine at a time may use a Pages and its sequences.
+// A Pages and its sequences must not be used concurrently.
 type Pages struct {
-	// Memory belongs to the machine on which the attention runs. Close closes it if it is an [io.Closer].
+	// Memory belongs to the machine that computes the attention. Close closes it if it is an [io.Closer].
 	Memory any
 
 	free []int
 	uses []int // sequences that contain each page
 }
 
-// ErrNoPages is the error of [Sequence.Reserve] if all pages are in use.
+// ErrNoPages is returned by [Sequence.Reserve] if there are not enough free pages.
 var ErrNoPages = errors.New("kvcache: all pages are in use")
 
 // NewPages returns a cache with the given number of pages.
@@ -64,11 +64,11 @@ func (p *Pages) Close() error {
 	return memory.Close()
 }
 
-// NewSequence returns a sequence without tokens, whose keys and values will be in p.
+// NewSequence returns an empty sequence that stores its keys and values in p.
 func (p *Pages) NewSequence() *Sequence { return &Sequence{pool: p} }
 
-// Reserve ensures that a sequence of a Pages has pages for the given number of tokens. If there are not
-// enough free pages, it changes nothing and returns [ErrNoPages].
+// Reserve ensures that a sequence created by [Pages.NewSequence] has pages for the given number of
+// tokens. If there are not enough free pages, it changes nothing and returns [ErrNoPages].
 func (s *Sequence) Reserve(tokens int) error {
 	missing := pagesFor(tokens) - len(s.pages)
 	if missing > len(s.pool.free) {
@@ -84,7 +84,7 @@ func (s *Sequence) Reserve(tokens int) error {
 	return nil
 }
 
-// Release returns the pages of a sequence that will not be used again.
+// Release gives up the pages of a sequence. A page becomes free when no sequence uses it.
 func (s *Sequence) Release() {
 	for _, page := range s.pages {
 		if s.pool.uses[page]--; s.pool.uses[page] == 0 {
@@ -96,8 +96,8 @@ func (s *Sequence) Release() {
 
 func pagesFor(tokens int) int { return (tokens + PageTokens - 1) / PageTokens }
 
-// sharedPages returns a sequence with as many whole pages as the first n tokens of s fill. The sequences
-// share these pages, to which neither of them will write again.
+// sharedPages returns a new sequence that shares the pages filled by the first n tokens of s. Neither
+// sequence may write to the shared pages.
 func (s *Sequence) sharedPages(n int) *Sequence {
 	whole := min(n, s.tokens) / PageTokens
 	p := &Sequence{pool: s.pool, pages: slices.Clone(s.pages[:whole]), tokens: whole * PageTokens}
@@ -107,9 +107,9 @@ func (s *Sequence) sharedPages(n int) *Sequence {
 	return p
 }
 
-// PageTable returns the contents of the input table of [PagedAttention] for the current spans: for each of
-// the given number of rows its position, or -1 after the last span, and the pages of its sequence, padded
-// with -1 to the number of columns.
+// PageTable returns the table that [PagedAttention] takes for the current spans. Each row contains the
+// position of its token, followed by the pages of its sequence. The unused columns, and the rows after
+// the last span, are filled with -1.
 func (s *Spans) PageTable(rows, columns int) ([]int, error) {
 	table := make([]int, rows*columns)
 	for i := range table {
@@ -126,7 +126,7 @@ func (s *Spans) PageTable(rows, columns int) ([]int, error) {
 			return nil, fmt.Errorf("kvcache: %d tokens do not fit in %d pages and %d columns", end, len(pages),
 				columns)
 		default:
-			// A page that another sequence contains must not change.
+			// Pages shared with another sequence must not change.
 			for _, page := range pages[a.Start/PageTokens : pagesFor(end)] {
 				if a.Sequence.pool.uses[page] > 1 {
 					return nil, errors.New("kvcache: a span would overwrite a shared page")
@@ -154,10 +154,11 @@ type PagedAttentionOp struct {
 	query opbase.Aux // the rotated queries
 }
 
-// PagedAttention is [BatchAttention] for sequences of a [Pages]. The input table, an int [rows, 1 + n] from
-// [Spans.PageTable], assigns the rows to positions and pages. Rows with a negative position get zeros.
+// PagedAttention is [BatchAttention] for sequences of a [Pages]. The input table, an int [rows, 1 + n]
+// from [Spans.PageTable], contains the position and the pages of each row. Rows with a negative position
+// produce zeros.
 //
-// On a CPU, the op serves as a reference: it copies the keys and values of every row.
+// The CPU implementation is only a reference: it copies all keys and values for every row.
 func PagedAttention(q, k, v, table *gorgonia.Node, pages *Pages, layer int, c Config) (*gorgonia.Node,
 	error) {
 	in, rows := gorgonia.Nodes{q, k, v, table}, 0
@@ -194,10 +195,11 @@ func (o *PagedAttentionOp) SymDiff(gorgonia.Nodes, *gorgonia.Node, *gorgonia.Nod
 	return nil, errors.New("kvcache.PagedAttention has no gradient: train with op.Attention")
 }
 
-// hostPages is the memory of a Pages on a CPU: the keys and the values of each layer.
+// hostPages is the memory of a Pages on a CPU: the keys and values of each layer.
 type hostPages[T cpu.Float] [][2][]T
 
-// layer returns the keys and values of a layer, with rows of the given width.
+// layer returns the keys and values of a layer, allocating them with the given number of rows and width
+// if necessary.
 func (h *hostPages[T]) layer(n, tokens, width int) (keys, values []T) {
 	for len(*h) <= n {
 		*h = append(*h, [2][]T{make([]T, tokens*width), make([]T, tokens*width)})

@@ -1,6 +1,6 @@
-// Package lowrank applies different low-rank adapters to the rows of one matrix, so that texts with
-// different adapters share a pass over a model and a single read of its weights. (Chen et al., "Punica:
-// Multi-Tenant LoRA Serving", 2023.)
+// Package lowrank applies a different low-rank adapter to each row of a matrix. Texts with different
+// adapters can thus share a pass over a model and a single read of its weights (Chen et al., "Punica:
+// Multi-Tenant LoRA Serving", 2023).
 package lowrank
 
 import (
@@ -16,23 +16,23 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// An Adapter is a low-rank adapter of a linear layer. Its numbers are []float32 or []float64, in the type
-// of the layer.
+// An Adapter is a low-rank adapter for a linear layer. A, B and Factors are of type []float32 or
+// []float64, matching the layer.
 type Adapter struct {
 	Rank  int
 	Scale float64
 	A     any // [Rank, in]
 	B     any // [out, Rank]
 
-	// Factors [out] multiply the outputs, as in DoRA. They are nil for 1.
+	// Factors [out] multiplies the outputs, as in DoRA. If it is nil, the outputs are not multiplied.
 	Factors any
 }
 
-// A Selection assigns an adapter to each row. All ops of a graph share one.
+// A Selection assigns an adapter to each row. All ops of a graph share one Selection.
 type Selection struct{ adapters []int }
 
-// Set sets the adapter of each row, as an index. Rows with a negative index, and rows after the last one
-// that is given, use none.
+// Set sets the index of the adapter for each row. Rows with a negative index, and rows beyond the end of
+// the slice, use no adapter.
 func (s *Selection) Set(adapters []int) { s.adapters = slices.Clone(adapters) }
 
 // AddOp is the op that [Add] applies.
@@ -44,13 +44,14 @@ type AddOp struct {
 	narrow opbase.Aux // scratch memory
 }
 
-// Add adds to the rows of y, the output of a linear layer for the rows of x, what their adapters add to it:
+// Add applies adapters to the output y of a linear layer with the input x:
 //
 //	z[r] = f ⊙ (y[r] + s·(x[r]·aᵀ)·bᵀ)
 //
-// s, a, b and f belong to the adapter that selection has for row r. x is [rows, in], and y and z are
-// [rows, out]; all are float32 or all are float64. A nil adapter adds nothing. The
-// adapters must not change. The op has no gradient, and runs on CPUs only.
+// s, a, b and f belong to the adapter selected for row r. x is [rows, in], and y and z are [rows, out];
+// all are float32 or all are float64. A nil adapter leaves its rows unchanged.
+//
+// The adapters must not change afterwards. The op has no gradient, and runs only on CPUs.
 func Add(x, y *gorgonia.Node, adapters []*Adapter, selection *Selection) (*gorgonia.Node, error) {
 	if x == nil || y == nil || selection == nil {
 		return nil, errors.New("lowrank.Add: an input or the selection is nil")
@@ -81,7 +82,8 @@ func Add(x, y *gorgonia.Node, adapters []*Adapter, selection *Selection) (*gorgo
 	return gorgonia.ApplyOp(o, x, y)
 }
 
-// check returns an error unless the adapter fits a layer.
+// check returns an error unless the adapter fits a layer with the given type and numbers of inputs and
+// outputs.
 func (a *Adapter) check(dt tensor.Dtype, in, out int) error {
 	size := func(x any) int {
 		switch x := x.(type) {
@@ -110,7 +112,7 @@ func add[T cpu.Float](o *AddOp, z []T, args opbase.Args) error {
 	rows, in, out := o.InputShape(0)[0], o.InputShape(0)[1], o.InputShape(1)[1]
 	copy(z, y)
 
-	// Consecutive rows with the same adapter share its products.
+	// Apply an adapter to consecutive rows in a single product.
 	selected := o.selection.adapters
 	for from := 0; from < min(rows, len(selected)); {
 		to := from + 1
@@ -128,7 +130,7 @@ func add[T cpu.Float](o *AddOp, z []T, args opbase.Args) error {
 	return nil
 }
 
-// addRows adds an adapter to rows of z.
+// addRows applies an adapter to rows of z.
 func addRows[T cpu.Float](o *AddOp, a *Adapter, z, x []T, rows, in, out int) {
 	narrow := opbase.AuxSlice[T](&o.narrow, rows*a.Rank)
 	gemm.Mul(false, true, rows, a.Rank, in, T(a.Scale), x, in, a.A.([]T), in, 0, narrow, a.Rank)

@@ -22,13 +22,13 @@ func numbers(t *testing.T, n int) []float64 {
 	return x
 }
 
-// fewAdapters returns adapters of different ranks, with and without factors, and nil.
+// fewAdapters returns adapters of different ranks, with and without factors, and a nil adapter.
 func fewAdapters(t *testing.T) []*Adapter {
 	return []*Adapter{{Rank: 2, Scale: 0.5, A: numbers(t, 2*in), B: numbers(t, 2*out)}, nil,
 		{Rank: 3, Scale: 2, A: numbers(t, 3*in), B: numbers(t, 3*out), Factors: numbers(t, out)}}
 }
 
-// TestAdd compares rows with different adapters with the formula.
+// TestAdd checks rows with different adapters against the formula.
 func TestAdd(t *testing.T) {
 	all := fewAdapters(t)
 	x, y := numbers(t, rows*in), numbers(t, rows*out)

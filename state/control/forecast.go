@@ -11,74 +11,76 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// Forecast is a controller that lets a model grow in depth if that is expected to pay off by the end of
-// the run. At the end of every epoch it predicts the final loss of the run if the model never grows, if
-// it grows now, and if it grows later. The predictions follow from the curve of the run, from the cost of
-// a step, and from the number of tokens that the run has left for each parameter.
+// Forecast is a controller that makes a model deeper if that is expected to pay off by the end of the
+// run. At the end of every epoch, it predicts the final loss for three cases: the model never grows, it
+// grows now, or it grows later. The predictions are based on the loss curve of the run, the cost of a
+// step, and the number of tokens left for each parameter.
 //
 // The model grows once three conditions hold:
 //   - its loss has become flat, as defined by [Depth], so the start of training is over;
 //   - growing now is better than never growing by more than Tolerance;
 //   - growing later is not better by more than Tolerance.
 //
-// On a small budget, this may never be the case. The model then keeps its blocks, and Notes says why.
+// On a small budget, growth may never be worthwhile. The model then keeps its blocks, and Notes explains
+// why.
 //
-// A run limited by steps or tokens instead of time or FLOPs puts no price on larger steps, so that
-// growing is always better than not growing, and the earlier the better. Such a run grows when the
-// current model learns less from a token than the token costs, but no later than [Depth] does with its
-// defaults.
+// In a run limited by steps or tokens, rather than by time or FLOPs, larger steps cost nothing, so the
+// predictions always favor growing as early as possible. Such a run delays its first growth until a token
+// saves the current model less than the token costs, or until it has spent the share at which [Depth]
+// begins to consider growth by default. It grows at the latest when Depth would by default.
 //
-// When the grown model has settled, the prediction is corrected by the losses that it has reached. If the
-// run would then end lower without the growth, by more than Tolerance and the noise of the losses, the
-// growth is rolled back.
+// Once the grown model has settled, the prediction is corrected by the losses measured since. The growth
+// is rolled back if the corrected prediction is worse than the prediction without the growth, by more
+// than Tolerance and the noise of the losses.
 //
-// All decisions depend only on the reports, so a resumed run decides as if it had not been interrupted.
+// All decisions depend only on the reports, so a resumed run makes the same decisions as an uninterrupted
+// one.
 type Forecast struct {
 	Kind blueprints.Kind // a kind of depth, such as blueprints.Stack
-	// Size is the largest size of all growths together. With kinds that multiply the number of blocks,
+	// Size is the maximum size of all growths combined. With kinds that multiply the number of blocks,
 	// such as blueprints.Stack, a growth may also use a divisor of Size if that is predicted to be
 	// better.
 	Size int
-	// Growths is the maximum number of growths, which take place one after another.
+	// Growths is the maximum number of growths. Each one starts after the previous one has been accepted.
 	Growths int
-	// Settle is the largest share of the budget between a growth and its evaluation, which ends after the
-	// share Patience. After an early growth, the evaluation begins once as much has been spent since the
-	// growth as before it.
+	// Settle and Patience are shares of the budget spent since a growth. Evaluation begins after the
+	// share Settle, or earlier if the run has spent as much since the growth as before it. It lasts for
+	// at most a share of Patience − Settle.
 	Settle, Patience float64
-	// Tolerance is the difference between two predictions, relative to the present loss, below which
-	// they count as equal.
+	// Tolerance is the difference, relative to the current loss, below which two predictions count as
+	// equal.
 	Tolerance float64
-	// Trained means that the model has been trained before the run. Since it is unknown on how many
-	// tokens, it counts as trained on 20 tokens for each parameter in its blocks.
+	// Trained means that the model was trained before the run. Because the number of tokens is unknown,
+	// 20 tokens for each parameter in the model's blocks are assumed.
 	Trained bool `json:",omitempty"`
 
 	cost func(kind blueprints.Kind, size int) float64
 	plan func() state.RunPlan
 }
 
-// NewForecast returns a controller that grows a model at most once, by a kind of depth and at most a
-// size. Its Settle is 0.1, its Patience 0.25 and its Tolerance 0.005. Its fields may be changed before its
-// first use.
+// NewForecast returns a controller that grows a model at most once, by the given kind of depth and at
+// most the given size. Its Settle is 0.1, its Patience 0.25 and its Tolerance 0.005. Its fields may be
+// changed before its first use.
 func NewForecast(kind blueprints.Kind, size int) *Forecast {
 	return &Forecast{Kind: kind, Size: size, Growths: 1, Settle: 0.1, Patience: 0.25, Tolerance: 0.005}
 }
 
-// trainedTokens is the number of tokens per parameter that Trained stands for.
+// trainedTokens is the number of earlier tokens per parameter that Trained assumes.
 const trainedTokens = 20
 
-// forecastDelay is the factor by which the spent share must grow while the loss stays flat. Without it,
-// noise in a few losses would be enough for growth.
+// forecastDelay is the factor by which the spent share must grow while the loss remains flat. Without
+// this delay, noise in a few losses would be enough to trigger growth.
 const forecastDelay = 1.25
 
-// Between the shares perTokenBegin and perTokenEnd, a run that is limited by steps or tokens grows even
-// if the current model still learns as much from a token as the token costs.
+// In a run limited by steps or tokens, growth no longer depends on the value of a token once the share
+// perTokenBegin has been spent, and the first growth takes place at the share perTokenEnd at the latest.
 const perTokenBegin, perTokenEnd = 0.4, 0.55
 
-// Costs sets the function that returns the cost of a step after growth by a kind and size, in steps of
-// the current model. The trainer calls it.
+// Costs sets the function that returns the cost of a step after growth by a kind and size, relative to a
+// step of the current model. The trainer calls Costs.
 func (f *Forecast) Costs(of func(kind blueprints.Kind, size int) float64) { f.cost = of }
 
-// Plan sets the function that describes the run. The trainer calls it.
+// Plan sets the function that describes the run. The trainer calls Plan.
 func (f *Forecast) Plan(of func() state.RunPlan) { f.plan = of }
 
 // Check returns an error that names all invalid fields.
@@ -108,8 +110,8 @@ func (f *Forecast) Check() error {
 	return errors.Join(errs...)
 }
 
-// LeastEpochs returns the minimum number of epochs of a run in which a growth can be judged. The curve
-// contains one point per every epochs.
+// LeastEpochs returns the minimum number of epochs that a run needs to judge a growth. The curve has one
+// point for each group of `every` epochs.
 func (f *Forecast) LeastEpochs(l *state.Lattice, every int) (int, error) {
 	if err := f.Check(); err != nil {
 		return 0, err
@@ -158,7 +160,7 @@ func (f *Forecast) decide(r state.Report) []state.Command {
 		return nil
 	}
 
-	// Blocks are copies of trained ones, so they need no training stage, and all commands take effect
+	// The new blocks are copies of trained ones and need no training stage, so all commands take effect
 	// together.
 	return []state.Command{
 		{Action: state.Germinate, Seed: seed, Why: v.text,
@@ -168,7 +170,7 @@ func (f *Forecast) decide(r state.Report) []state.Command {
 	}
 }
 
-// active returns the seed whose growth has been neither accepted nor rolled back, if there is one.
+// active returns the seed with a growth that has been neither accepted nor rolled back, if any.
 func active(r state.Report) (s state.SeedReport, ok bool) {
 	for _, s := range r.Seeds {
 		if s.Stage != state.Dormant && !s.Stage.Ended() && s.Stage != state.Fossilized {
@@ -178,8 +180,8 @@ func active(r state.Report) (s state.SeedReport, ok bool) {
 	return s, false
 }
 
-// free returns a seed for the next growth, or −1 if the model must not grow any more. A growth that
-// failed is not repeated.
+// free returns a seed for the next growth, or −1 if the model must not grow further. After a growth
+// fails, no other is attempted.
 func (f *Forecast) free(r state.Report) int {
 	seed, grown := -1, 0
 	for _, s := range r.Seeds {
@@ -200,18 +202,18 @@ func (f *Forecast) free(r state.Report) int {
 	return seed
 }
 
-// An era is a part of a run between two growths.
+// An era is a part of a run between consecutive growths, or before the first or after the last one.
 type era struct {
-	epoch  int     // number of epochs that had ended when it began
+	epoch  int     // number of epochs that had ended when the era began
 	blocks int     // of the model
 	size   float64 // see outlook
-	// offset is the difference between the tokens that the model is worth and those that it has seen in
-	// the run. A model before its first growth is worth all tokens of the run, and the tokens before it.
+	// offset is the number of tokens that the model is worth, minus the number of tokens that the run has
+	// seen; see outlook.worth. Before the first growth, it is the number of tokens seen before the run.
 	offset float64
 	points []state.Point // of the curve
 }
 
-// eras returns the parts of a run, of which the last one is still going on.
+// eras returns the eras of a run. The last one is still in progress.
 func (f *Forecast) eras(r state.Report, plan state.RunPlan) (all []era) {
 	perBlock := plan.Parameters / float64(plan.Blocks)
 	begin := func(epoch, blocks int, offset float64) {
@@ -255,13 +257,14 @@ func (f *Forecast) eras(r state.Report, plan state.RunPlan) (all []era) {
 	return all
 }
 
-// tokens returns the function that counts the tokens that the model of an era is worth.
+// tokens returns a function that converts a number of epochs to the number of tokens that the era's model
+// is worth.
 func (e era) tokens(plan state.RunPlan) func(epochs int) float64 {
 	return func(epochs int) float64 { return e.offset + plan.EpochTokens*float64(epochs) }
 }
 
-// rate returns how many tokens the model of an era sees while the run spends its whole budget, or 0 if
-// that is unknown.
+// rate returns the number of tokens that the era's model would see while spending the entire budget, or 0
+// if that is unknown.
 func (e era) rate(r state.Report, plan state.RunPlan) float64 {
 	if len(e.points) == 0 {
 		return 0
@@ -275,8 +278,8 @@ func (e era) rate(r state.Report, plan state.RunPlan) float64 {
 	return plan.EpochTokens * float64(last.Epoch-e.epoch) / (last.Share - start)
 }
 
-// options returns the growths that a model of blocks could make, if it may still grow by a factor of at
-// most size in the given number of growths.
+// options returns the possible growths of a model with the given number of blocks, limited to a total
+// factor of size and to the given number of growths.
 func (f *Forecast) options(blocks, size, growths int) (all []growthOption) {
 	if f.Kind != blueprints.Stack && f.Kind != blueprints.Interleave {
 		if order, err := blueprints.Order(f.Kind, blocks, f.Size); err == nil {
@@ -289,7 +292,8 @@ func (f *Forecast) options(blocks, size, growths int) (all []growthOption) {
 	return f.multiples(1, size, growths)
 }
 
-// multiples returns the growths of a model that has already been multiplied.
+// multiples returns the possible growths of a model whose number of blocks has already been multiplied by
+// `already`.
 func (f *Forecast) multiples(already, size, growths int) (all []growthOption) {
 	cost := func(multiple int) float64 {
 		if multiple == 1 {
@@ -309,7 +313,8 @@ func (f *Forecast) multiples(already, size, growths int) (all []growthOption) {
 	return all
 }
 
-// priced returns an option whose tokens cost the budget nothing more, if the run is limited by tokens.
+// priced returns the growth unchanged or, if the run is limited by tokens, with a cost of 1, because
+// larger steps then cost the budget nothing.
 func priced(g growthOption, perToken bool) growthOption {
 	if perToken {
 		g.cost = 1
@@ -322,7 +327,7 @@ func priced(g growthOption, perToken bool) growthOption {
 	return g
 }
 
-// A view is what a controller knows before a growth.
+// A view contains the predictions for a model that may grow.
 type view struct {
 	outlook
 	option growthOption // the best growth
@@ -330,7 +335,7 @@ type view struct {
 	text   string       // the predictions, and the reason for the decision
 }
 
-// view predicts the end of the run from the reports of a model that is not growing.
+// view predicts the end of the run for a model that is not currently growing.
 func (f *Forecast) view(r state.Report) (v view) {
 	plan := f.plan()
 	eras := f.eras(r, plan)
@@ -348,7 +353,7 @@ func (f *Forecast) view(r state.Report) (v view) {
 
 	price := func(g growthOption) growthOption { return priced(g, plan.PerToken) }
 
-	// Without a fit, only the order of the predictions is known.
+	// Without a fit, the predictions can only be ranked.
 	fitted := len(e.points) >= leastPoints && v.fitLaw(e.points, e.tokens(plan))
 	if !fitted {
 		v.level, v.gain = 0, 1
@@ -405,9 +410,9 @@ func (f *Forecast) view(r state.Report) (v view) {
 // plateau, after which the loss falls fast again. Growth during that fall ended 0.002 nats per byte higher.
 const laterFlat = 0.35
 
-// isFlat reports whether a curve falls at most flat times as fast as at its fastest, and has done so for
-// some time. In a long run, the steep start may consist of few points, so that a fitted trend would miss
-// it. The fastest fall is therefore also searched for between single points.
+// isFlat reports whether the loss falls at most flat times as fast as at its fastest, and has done so for
+// some time. In a long run, the steep start may span only a few points, too few for a fitted trend, so
+// the slopes between individual points are considered as well.
 func isFlat(points []state.Point, flat float64) bool {
 	all := slices.DeleteFunc(shares(points, 0), func(p curve.Point) bool { return p.X <= 0 })
 	logs := make([]float64, len(all))
@@ -438,8 +443,8 @@ func isFlat(points []state.Point, flat float64) bool {
 	return len(all) > 0 && all[len(all)-1].X >= forecastDelay*since
 }
 
-// steepRatio is the smallest difference between the logarithms of the shares of two points whose losses
-// define a slope.
+// steepRatio is the minimum distance, in the logarithm of the share, between two points used to calculate
+// a slope.
 const steepRatio = 0.4
 
 // blocks returns the number of blocks after the best growth.
@@ -447,7 +452,7 @@ func (v view) blocks(plan state.RunPlan) int {
 	return int(math.Round(v.option.factor * float64(plan.Blocks)))
 }
 
-// outline describes the best growth that is known before the curve has been fitted.
+// outline describes the best growth that can be predicted before the curve has been fitted.
 func (v *view) outline(all []growthOption, price func(growthOption) growthOption, plan state.RunPlan,
 	now state.Point) string {
 	lowest, wait := v.stay(), math.NaN()
@@ -470,7 +475,7 @@ func (v *view) outline(all []growthOption, price func(growthOption) growthOption
 		now.Share+(1-now.Share)*wait/v.rest, 100*(1-lowest/v.stay()))
 }
 
-// began returns the share that was spent when an era began.
+// began returns the share that had been spent when an era began.
 func began(r state.Report, e era) (share float64) {
 	for _, p := range r.Curve {
 		if p.Epoch <= e.epoch {
@@ -480,7 +485,7 @@ func began(r state.Report, e era) (share float64) {
 	return share
 }
 
-// next returns the commands that are due for a seed with a blueprint.
+// next returns the commands that are due for an active seed.
 func (f *Forecast) next(r state.Report, s state.SeedReport) []state.Command {
 	move := func(to state.Stage, why string) []state.Command {
 		return []state.Command{{Action: state.Move, Seed: s.Seed, To: to, Why: why}}
@@ -520,12 +525,12 @@ func (f *Forecast) next(r state.Report, s state.SeedReport) []state.Command {
 
 // A judgment compares keeping a growth with rolling it back.
 type judgment struct {
-	harm  float64 // predicted final loss with the growth, minus that after a rollback
-	noise float64 // standard error of the losses by which the prediction was corrected
+	harm  float64 // predicted final loss with the growth, minus the final loss after a rollback
+	noise float64 // standard error of the losses used to correct the prediction
 	text  string
 }
 
-// judge judges the latest growth. ok is false if the curve allows no prediction.
+// judge evaluates the latest growth. ok is false if the curve allows no prediction.
 func (f *Forecast) judge(r state.Report) (v judgment, ok bool) {
 	plan := f.plan()
 	eras := f.eras(r, plan)
@@ -540,7 +545,7 @@ func (f *Forecast) judge(r state.Report) (v judgment, ok bool) {
 		return v, false
 	}
 
-	// The losses since the model has settled correct the part of the law that depends on the tokens.
+	// The losses since the model settled correct the term of the law that depends on the tokens.
 	tokens, now := e.tokens(plan), r.Curve[len(r.Curve)-1]
 	settled := e.points[len(e.points)/2:]
 	n := float64(len(settled))
@@ -568,11 +573,11 @@ func (f *Forecast) judge(r state.Report) (v judgment, ok bool) {
 	return v, v.harm-v.harm == 0
 }
 
-// noteShare is the share of the budget between two notes.
+// noteShare is the interval between notes, as a share of the budget.
 const noteShare = 0.1
 
-// Notes returns the predictions for the run. They are made when the run has just begun, as its plan, and
-// after every tenth of the budget.
+// Notes returns the predictions for the run: at the first point of the curve, where they serve as a plan,
+// and then after every tenth of the budget.
 func (f *Forecast) Notes(reports []state.Report) (notes []string) {
 	for _, r := range reports {
 		n := len(r.Curve)

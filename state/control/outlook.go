@@ -10,10 +10,10 @@ import (
 //
 //	L(N, T) = level + gain·(1/√T + 1/√(saturation·N))
 //
-// for a model with N parameters in its blocks that has seen T tokens. The model thus behaves as if its
-// size limited it like a text of saturation·N tokens. Level and gain are fitted to the curve of the
-// run, and the two constants of the law to earlier runs (docs/lab/growth.md). Which of several
-// predictions is the lowest does not depend on the fit.
+// for a model with N parameters in its blocks that has seen T tokens: the size of the model limits the
+// loss like a text of saturation·N tokens would. Level and gain are fitted to the curve of the run, and
+// the exponents and saturation to earlier runs (docs/lab/growth.md). Which prediction is the lowest does
+// not depend on the fit.
 type outlook struct {
 	level, gain float64
 
@@ -22,14 +22,14 @@ type outlook struct {
 	rest float64 // tokens that the current model could still see
 }
 
-// saturation is the number of tokens per parameter at which the size of a model limits its loss as much
-// as the length of its text.
+// saturation is the number of tokens per parameter at which a model's size limits the loss as much as the
+// amount of text does.
 const saturation = 27
 
 // term returns the contribution of a number of tokens to the loss, relative to gain.
 func term(tokens float64) float64 { return 1 / math.Sqrt(tokens) }
 
-// loss returns the loss at a value of the law's parenthesis.
+// loss returns the loss for a value of the parenthesized sum in the law.
 func (o outlook) loss(terms float64) float64 { return o.level + o.gain*terms }
 
 // stay returns the final loss without growth.
@@ -43,15 +43,15 @@ type growthOption struct {
 	next         []growthOption // growths of the grown model
 }
 
-// worth returns the number of tokens after which the grown model, if it had existed from the start,
-// would have the loss that the current model has after the given number.
+// worth returns the number of tokens that the grown model would have had to see from the start to reach
+// the loss of the current model after the given number of tokens.
 func (o outlook) worth(tokens float64, g growthOption) float64 {
 	terms := term(tokens) + term(o.size) - term(g.factor*o.size)
 	return 1 / (terms * terms)
 }
 
-// grow returns the final loss of a run that grows after further tokens, and grows again when that saves
-// the most.
+// grow returns the final loss of a run that grows after further tokens, followed by the growths in
+// g.next, each at the best time, if they lower the loss.
 func (o outlook) grow(g growthOption, further float64) float64 {
 	grown := o
 	grown.size, grown.seen, grown.rest = g.factor*o.size, o.worth(o.seen+further, g), (o.rest-further)/g.cost
@@ -64,11 +64,11 @@ func (o outlook) grow(g growthOption, further float64) float64 {
 	return loss
 }
 
-// delays are the waiting times that later tries, as multiples of the tokens seen so far.
+// delays are the delays that later tries, as multiples of the number of tokens seen so far.
 var delays = []float64{0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32}
 
-// later returns the lowest final loss of a run that grows later, and the number of tokens that it
-// waits. The loss is infinite if the run ends too soon.
+// later returns the lowest final loss of a run that grows later, and the number of tokens before that
+// growth. The loss is infinite if the run ends before any of the delays.
 func (o outlook) later(g growthOption) (loss, further float64) {
 	loss = math.Inf(1)
 	for _, d := range delays {
@@ -81,18 +81,18 @@ func (o outlook) later(g growthOption) (loss, further float64) {
 	return loss, further
 }
 
-// best returns the number of tokens after which growth saves the most, for any budget. From then on, the
-// current model learns less from a token than the token costs.
+// best returns the number of tokens after which growth lowers the loss the most, for any budget. Beyond
+// that point, a token lowers the loss of the current model by less than it costs.
 func (o outlook) best(g growthOption) float64 {
 	root := (math.Cbrt(g.cost) - 1) / (term(o.size) - term(g.factor*o.size))
 	return root * root
 }
 
-// leastLevel is the smallest level that a fit may assume, relative to the present loss.
+// leastLevel is the minimum level of a fit, relative to the current loss.
 const leastLevel = 0.4
 
-// fitLaw fits level and gain to the second half of the tokens in a part of a curve. It takes the function
-// that returns the tokens by the end of a number of epochs. ok is false unless the curve falls.
+// fitLaw fits level and gain to a part of a curve, using only the second half of its tokens. tokens
+// returns the number of tokens after a number of epochs. ok is false unless the curve falls.
 func (o *outlook) fitLaw(points []state.Point, tokens func(epochs int) float64) (ok bool) {
 	if len(points) < 2 {
 		return false
@@ -121,7 +121,7 @@ func (o *outlook) fitLaw(points []state.Point, tokens func(epochs int) float64) 
 		return false
 	}
 
-	// Early in a run, the fit would follow the steep start too far.
+	// Limit the gain: early in a run, the steep start would make the fit far too optimistic.
 	end := term(tokens(points[len(points)-1].Epoch))
 	loss := my + xy/xx*(end-mx)
 	o.gain = min(xy/xx, (1-leastLevel)*loss/(end+term(o.size)))

@@ -28,7 +28,7 @@ func (c *context) Function(m gpu.Module, name string) (*gpu.Function, error) {
 	return f, inDetail(err, "kernel "+name)
 }
 
-// inDetail adds the subject of a call to its error.
+// inDetail adds the detail to err if err is a gpu.Error.
 func inDetail(err error, detail string) error {
 	var e *gpu.Error
 	if errors.As(err, &e) {
@@ -42,7 +42,7 @@ func (c *context) AllowShared(f *gpu.Function, bytes int) error {
 	return c.call(&c.FuncSetAttribute, f.Handle, maxDynamicShared, uintptr(bytes))
 }
 
-// launchFrame holds everything that a launch passes by address in a single heap object.
+// launchFrame combines everything that a launch passes by address, in a single heap object.
 type launchFrame struct {
 	extra  [5]uintptr // {PARAM_BUFFER_POINTER, args, PARAM_BUFFER_SIZE, &size, END}
 	size   uintptr
@@ -85,7 +85,7 @@ func (c *context) Launch(f *gpu.Function, l gpu.LaunchConfig, s gpu.Stream, a *g
 				uintptr(unsafe.Pointer(&frame.extra)))
 		}
 
-		// A capture rejects a cooperative launch whose parameters are in a buffer.
+		// Stream capture rejects cooperative launches that pass their parameters in a buffer.
 		frame.params = frame.params[:0]
 		for _, offset := range a.Offsets() {
 			frame.params = append(frame.params, uintptr(unsafe.Pointer(&frame.args[offset])))

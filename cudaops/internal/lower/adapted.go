@@ -26,8 +26,8 @@ func init() {
 //	u = scale·x·aᵀ,  y = x·wᵀ + u·bᵀ
 //	v = scale·dy·b,  dx = dy·w + v·a,  da = vᵀ·x,  db = dyᵀ·u
 //
-// Here b is block-diagonal: it has the rows of all layers and the columns of all adapters. One kernel
-// can compute both products of y, or of dx, so that an adapter costs no further pass over them.
+// Here b is block-diagonal, with the rows of all layers and the columns of all adapters. A single kernel
+// can compute both products of y, or of dx, so that adapters need no additional pass over y or dx.
 //
 // Queries, keys and values form a group, and so do the gate and up layers of an MLP. All other layers are
 // groups of one.
@@ -38,7 +38,8 @@ type frozenLayer struct {
 	scale         float64
 }
 
-// frozenLayerOf returns the layer that a node computes.
+// frozenLayerOf returns the layer that a node computes. ok is false if the node is not a linear layer
+// with a frozen weight.
 func frozenLayerOf(n *gorgonia.Node) (l frozenLayer, ok bool) {
 	switch o := n.Op().(type) {
 	case *op.LinearOp:
@@ -58,13 +59,13 @@ type frozenGroup struct {
 	a, b, u    *program.Array
 	scale      float32
 
-	// If x is the output of an RMSNorm, raw is the input of the norm, and x is the product of raw, 1/rms
-	// of every row, and the factors of the features.
+	// If x is the output of an RMSNorm, raw is the norm's input. x is then raw, with each row multiplied
+	// by its 1/rms and each column by the factor of its feature.
 	raw  *program.Array
 	norm normState
 }
 
-// canGroup reports whether layers read the same x and have adapters with the same scale, if any.
+// canGroup reports whether layers read the same x and all their adapters have the same scale.
 func canGroup(layers ...frozenLayer) bool {
 	scale := 0.0
 	for _, l := range layers {
@@ -118,7 +119,7 @@ func (c *compiler) newFrozenGroup(n *gorgonia.Node, layers ...frozenLayer) *froz
 	return g
 }
 
-// adapterOp is the name, in profiles, of the narrow products of adapters.
+// adapterOp is the name of the adapters' narrow products in profiles.
 const adapterOp = "Adapter"
 
 // rowProduct adds the narrow product y = scale·x·w or, if trans is set, y = scale·x·wᵀ. If scaled is not
@@ -160,8 +161,8 @@ func (c *compiler) columnProduct(n *gorgonia.Node, y, x, v *program.Array, trans
 		program.Reads(&one.V, v), program.Reads(&one.Factors, factors)))
 }
 
-// blockDiagonal returns the matrices b of adapters as the blocks of a block-diagonal matrix. Layers
-// without an adapter have rows of zeros.
+// blockDiagonal returns a block-diagonal matrix of the adapters' matrices b. The rows of layers without
+// an adapter are zero.
 func (c *compiler) blockDiagonal(n *gorgonia.Node, layers []frozenLayer) *program.Array {
 	if len(layers) == 1 {
 		return c.asActivation(n, c.available(layers[0].b))
@@ -180,8 +181,8 @@ func (c *compiler) blockDiagonal(n *gorgonia.Node, layers []frozenLayer) *progra
 	return all
 }
 
-// blocksOf returns a launch for the matrices b of layers, without operands, and the shape of the whole
-// matrix.
+// blocksOf returns a launch for the block-diagonal matrix of the layers' matrices b, without operands,
+// and the shape of that matrix.
 func blocksOf(layers []frozenLayer) (d *gemm.BlockDiagonal, out, rank int) {
 	d = new(gemm.BlockDiagonal)
 	for i, l := range layers {
@@ -194,8 +195,8 @@ func blocksOf(layers []frozenLayer) (d *gemm.BlockDiagonal, out, rank int) {
 	return d, out, rank
 }
 
-// copyBlock copies a matrix of the given shape from x to y, which have the given distances between rows.
-// role declares the operand y.
+// copyBlock copies a matrix of the given shape from x to y, given the row strides of both. role declares
+// the operand y.
 func (c *compiler) copyBlock(n *gorgonia.Node, y, x *program.Array, shape []int, yStride, xStride int,
 	role func(*gpu.Ptr, *program.Array) program.Arg) {
 	l := layout.Copy{Dims: shape, YStrides: []int{yStride, 1}, XStrides: []int{xStride, 1},
@@ -203,10 +204,10 @@ func (c *compiler) copyBlock(n *gorgonia.Node, y, x *program.Array, shape []int,
 	addCall(c, n, &l, role(&l.Y, y), program.Reads(&l.X, x)).Op = adapterOp
 }
 
-// second returns u·bᵀ, the product that a group adds to x·wᵀ. It is empty without adapters.
+// second returns u·bᵀ, the term that a group adds to x·wᵀ. It is empty if there are no adapters.
 func (g *frozenGroup) second() term { return term{g.u, g.b} }
 
-// A term is a product x·wᵀ or x·w to be added to another one. An empty term is zero.
+// A term is a product x·wᵀ or x·w that is added to another product. An empty term is zero.
 type term struct{ x, w *program.Array }
 
 // products returns the calls that compute a product and add a term to it.
@@ -228,7 +229,7 @@ func (t term) operands(to *gemm.Term) []program.Arg {
 	return []program.Arg{program.Reads(&to.X, t.x), program.Reads(&to.W, t.w)}
 }
 
-// addTerm adds a product plus a term, computed by one kernel if that is faster.
+// addTerm adds the calls for a product plus a term, using a single kernel if that is faster.
 func (c *compiler) addTerm(n *gorgonia.Node, p program.Product, t term) {
 	if t.x == nil {
 		c.matmul(n, p)
@@ -242,8 +243,8 @@ func (c *compiler) addTerm(n *gorgonia.Node, p program.Product, t term) {
 	c.addProduct(c.products(n, p, t), p.ScaleA == nil, newCall(c, n, &one, args...))
 }
 
-// lowerFrozenLinear lowers a linear layer with a frozen weight. The other layers of its group, if there
-// are any, are lowered together with it.
+// lowerFrozenLinear lowers a linear layer with a frozen weight, together with the other layers of its
+// group.
 func lowerFrozenLinear(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	if c.fuseProjections(n) || c.fuseGate(n) {
 		return c.Values[n]
@@ -258,7 +259,7 @@ func lowerFrozenLinear(c *compiler, n *gorgonia.Node, in []*program.Array) *prog
 	return y
 }
 
-// linearPlus adds y = x·wᵀ plus a term, and plus the matrix add if it is not nil.
+// linearPlus adds the calls for y = x·wᵀ plus a term and, if it is not nil, the matrix add.
 func (c *compiler) linearPlus(n *gorgonia.Node, y, x, w, add *program.Array, t term) {
 	if t.x != nil && x.Shape[0] > 1 {
 		c.addTerm(n, c.weighted(n, y, x, w, false).Plus(add), t)
@@ -306,15 +307,16 @@ func (c *compiler) gradOfLayer(l frozenLayer, d *gorgonia.Node) *gorgonia.Node {
 	return nil
 }
 
-// outputGrads holds the products that read dy: the term v·a, which is added to dy·w, and db.
-// If x is the output of a norm, scaled is v with each row multiplied by its 1/rms.
+// outputGrads contains the results of the products that read dy: the factor v of the term v·a, which is
+// added to dy·w, and db. If x is the output of a norm, scaled is v with each row multiplied by the norm's
+// 1/rms.
 type outputGrads struct {
 	term
 	scaled, db *program.Array
 }
 
-// readOutputGrad adds the calls that compute v = scale·dy·b and db = dyᵀ·u, in one pass over dy if that is
-// faster. grads are the nodes of the gradients of the group's layers.
+// readOutputGrad adds the calls for v = scale·dy·b and db = dyᵀ·u, in a single pass over dy if that is
+// faster. grads are the gradient nodes of the group's layers.
 func (c *compiler) readOutputGrad(n *gorgonia.Node, g *frozenGroup, grads []*gorgonia.Node,
 	dy *program.Array) (o outputGrads) {
 	if g.u == nil {
@@ -342,8 +344,8 @@ func (c *compiler) readOutputGrad(n *gorgonia.Node, g *frozenGroup, grads []*gor
 	return o
 }
 
-// gradsOfAdapters returns the nodes with the gradients of the matrices a of a group or, if b is set, of the
-// matrices b.
+// gradsOfAdapters returns the nodes for the gradients of a group's matrices a or, if b is set, matrices
+// b.
 func (c *compiler) gradsOfAdapters(g *frozenGroup, grads []*gorgonia.Node, b bool) (all []*gorgonia.Node) {
 	for i, l := range g.layers {
 		if l.a == nil {
@@ -360,12 +362,11 @@ func (c *compiler) gradsOfAdapters(g *frozenGroup, grads []*gorgonia.Node, b boo
 	return all
 }
 
-// adapterGrads adds the gradient da of a group's adapters, and sets the values of the nodes in grads, one
-// for each layer. dx is the value of the gradient of x.
+// adapterGrads adds the calls for the gradients of a group's adapters, and sets the values of the nodes
+// in grads, one for each layer. dx is the value of the gradient of x.
 //
-// If x is the output of a norm, da = vᵀ·x is computed from the input of the norm instead, so that x need
-// not be kept: the rows of v are multiplied by 1/rms, and the columns of the result by the factors of the
-// features.
+// If x is the output of a norm, da = vᵀ·x is computed from the norm's input instead, so that x need not
+// be kept: the rows of v are multiplied by 1/rms, and the columns of the result by the features' factors.
 func (c *compiler) adapterGrads(g *frozenGroup, grads []*gorgonia.Node, dx *program.Array, o outputGrads) {
 	n, in := grads[0], g.weights.Shape[1]
 	var da *program.Array
@@ -417,7 +418,7 @@ func lowerAdaptedLinearGrad(c *compiler, n *gorgonia.Node, in []*program.Array) 
 		return c.lowerFrozenGrad(n, g, in[4])
 	}
 
-	// The graph does not contain the forward op.
+	// The forward op is not in the graph.
 	x, a := c.asActivations(n, in[0], in[1])
 	b, w := c.asActivations(n, in[2], in[3])
 	dy, scale := c.asActivation(n, in[4]), float32(forward.Scale)
@@ -459,7 +460,7 @@ func (c *compiler) lowerFrozenGrad(n *gorgonia.Node, g *frozenGroup, dy *program
 	return c.Values[n]
 }
 
-// contiguous returns a, or a contiguous copy if there are gaps between the rows of a.
+// contiguous returns a, or a contiguous copy if a has gaps between its rows.
 func (c *compiler) contiguous(n *gorgonia.Node, a *program.Array) *program.Array {
 	if a.Stride == 0 {
 		return a
@@ -469,7 +470,7 @@ func (c *compiler) contiguous(n *gorgonia.Node, a *program.Array) *program.Array
 	return b
 }
 
-// alone returns a group with a single layer of g: the layer with the gradients that node n computes.
+// alone returns a group that contains only the layer of g for which node n computes the gradients.
 func (c *compiler) alone(n *gorgonia.Node, g *frozenGroup) *frozenGroup {
 	if len(g.layers) == 1 {
 		return g
@@ -501,8 +502,8 @@ func (c *compiler) alone(n *gorgonia.Node, g *frozenGroup) *frozenGroup {
 	panic("lower: a gradient of no layer of its group")
 }
 
-// gradientIn returns the node with the gradient of a layer's output, given the node that computes the
-// layer's gradients.
+// gradientIn returns the gradient of a layer's output, given the node that computes the layer's
+// gradients.
 func (c *compiler) gradientIn(n *gorgonia.Node) *gorgonia.Node {
 	in := graph.Children(n)
 	if isOp[*op.LinearInputGradOp](n) {
@@ -513,12 +514,12 @@ func (c *compiler) gradientIn(n *gorgonia.Node) *gorgonia.Node {
 
 // ---- MLPs ----
 
-// keptShare is the inverse of the share of the device's memory that a program may spend on keeping the
-// results of gates, which saves less than 1 % of a step.
+// keptShare limits the memory for keeping the results of gates to 1/keptShare of the device's memory.
+// Keeping them saves less than 1 % of a step.
 const keptShare = 50
 
-// gateState holds data that an MLP saves in the forward pass if its gate and up layers form a group: the
-// outputs of both layers side by side in ab [rows, 2F]. The backward pass adds the gradients of ab, dab.
+// gateState records the forward pass of an MLP with a group of gate and up layers: ab [rows, 2F] contains
+// the outputs of both layers side by side. The backward pass adds dab, the gradient of ab.
 type gateState struct {
 	mul     *gorgonia.Node
 	group   *frozenGroup
@@ -526,8 +527,8 @@ type gateState struct {
 	gelu    bool
 }
 
-// fuseGate lowers a gate or up layer together with the other one and the gate's multiplication, if n is
-// one of these layers.
+// fuseGate lowers the gate and up layers of an MLP together with the gate's multiplication, if n is one
+// of the two layers and the fusion is possible.
 func (c *compiler) fuseGate(n *gorgonia.Node) bool {
 	i := slices.IndexFunc(c.users[n], isOp[*op.SiLUMulOp])
 	if i < 0 {
@@ -574,8 +575,8 @@ func (c *compiler) fuseGate(n *gorgonia.Node) bool {
 	return true
 }
 
-// fuseMulGrad lowers the gradients of a down layer together with the gradients of the gate's
-// multiplication, if these are all that the gradient of the layer's input serves.
+// fuseMulGrad lowers the gradients of a down layer together with the gradient of the gate's
+// multiplication, if nothing else uses the gradient of the layer's input.
 func (c *compiler) fuseMulGrad(n *gorgonia.Node, g *frozenGroup, dy *program.Array) bool {
 	dh := c.frozenGradOf(n).dx
 	back := c.soleUser(dh)
@@ -606,7 +607,7 @@ func (c *compiler) fuseMulGrad(n *gorgonia.Node, g *frozenGroup, dy *program.Arr
 		args = append(args, program.Writes(&one.H, h))
 	}
 
-	// Unless h is kept, it is computed again.
+	// Unless h is kept, it is recomputed.
 	again, call := *g, newCall(c, n, &one, args...)
 	again.x = h
 	if c.addProduct(several, !s.gelu && p.ScaleA == nil, call) {
@@ -622,7 +623,7 @@ func (c *compiler) fuseMulGrad(n *gorgonia.Node, g *frozenGroup, dy *program.Arr
 }
 
 // fuseGateGrad lowers the gradients of the gate and up layers together, if n computes the gradients of
-// either layer.
+// one of the two layers.
 func (c *compiler) fuseGateGrad(n *gorgonia.Node, g *frozenGroup) bool {
 	if len(g.layers) != 2 {
 		return false
@@ -667,8 +668,8 @@ func (c *compiler) fuseGateGrad(n *gorgonia.Node, g *frozenGroup) bool {
 	return true
 }
 
-// groupInputGrad adds dx = dy·w plus a term, as the value of sum, which adds the gradients dxs of the
-// layers. A nil sum needs no dx.
+// groupInputGrad adds the calls for dx = dy·w plus a term, and makes dx the value of sum, the node that
+// adds the layers' gradients dxs. If sum is nil, no dx is needed.
 func (c *compiler) groupInputGrad(n *gorgonia.Node, g *frozenGroup, dy *program.Array, t term,
 	dxs []*gorgonia.Node, sum *gorgonia.Node) {
 	if sum == nil {
@@ -682,7 +683,7 @@ func (c *compiler) groupInputGrad(n *gorgonia.Node, g *frozenGroup, dy *program.
 	c.Values[sum] = dx
 }
 
-// soleMul returns the multiplication that reads the layers of a group.
+// soleMul returns the multiplication that reads the group's layers.
 func (c *compiler) soleMul(g *frozenGroup) gorgonia.Op {
 	for _, u := range c.users[g.layers[0].n] {
 		if isOp[*op.SiLUMulOp](u) {

@@ -11,11 +11,12 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 )
 
-// A graph that decodes one token consists of many short calls, each of which has to wait for all
-// multiprocessors to finish the one before it. Consecutive calls that one kernel can compute, usually the
-// whole graph, are therefore joined (see decode.Step).
+// A graph that decodes one token consists of many short calls, and each call has to wait until all
+// multiprocessors have finished the previous one. Consecutive calls that fit in a single kernel, usually
+// the entire graph, are therefore joined; see [decode.Step].
 
-// joinSteps joins consecutive calls that one kernel can compute, if attention to cached keys is among them.
+// joinSteps joins consecutive calls that a decode.Step supports, provided that they include attention to
+// cached keys.
 func (c *compiler) joinSteps() {
 	calls := c.Calls
 	c.Calls = nil
@@ -34,11 +35,11 @@ func (c *compiler) joinSteps() {
 	}
 }
 
-// launchOf returns a copy of a call's launch. Operands have addresses that stand for memory of their own.
+// launchOf returns a copy of a call's launch with placeholder addresses for its operands.
 func launchOf(c *program.Call) any { return c.Bind((*program.Array).StandIn) }
 
-// joined returns a call that does the work of the given calls, which are the first of all remaining calls.
-// It returns nil if the calls should stay separate.
+// joined returns a single call that replaces the given calls, or nil if they should remain separate. all
+// begins with these calls and also contains the calls after them.
 func (c *compiler) joined(calls, all []*program.Call) *program.Call {
 	attends := false
 	for _, call := range calls {
@@ -51,7 +52,7 @@ func (c *compiler) joined(calls, all []*program.Call) *program.Call {
 		return nil
 	}
 
-	// Addresses that differ between buffers show which calls use the same memory.
+	// Check must recognize calls that use the same memory, so give each buffer a different address.
 	numbers := map[*program.Buffer]int{}
 	place := func(a *program.Array) gpu.Ptr {
 		if numbers[a.Buffer] == 0 {
@@ -80,8 +81,9 @@ func (c *compiler) joined(calls, all []*program.Call) *program.Call {
 	return joint
 }
 
-// prefers reports whether the chooser prefers the joint call to separate ones, and sets its variant. Timing
-// them would need a cache that makes sense, so only a rule can decide against the first variant.
+// prefers reports whether the chooser prefers the joint call to separate ones, and sets its variant. The
+// calls cannot be timed without realistic contents of the cache, so separate calls are used unless a rule
+// selects a joint one.
 func (c *compiler) prefers(joint *program.Call, step *decode.Step, calls []*program.Call) bool {
 	const notWorthTiming = 1
 	one := []*program.Call{joint}
@@ -94,8 +96,8 @@ func (c *compiler) prefers(joint *program.Call, step *decode.Step, calls []*prog
 	return err == nil && i > 0
 }
 
-// needsHidden reports whether anything after the given calls, the first of all remaining calls, reads a
-// result that a decode.Step does not write: the statistics of norms, and their weights plus 1.
+// needsHidden reports whether anything other than the given calls reads a result that a decode.Step does
+// not write: the statistics of a norm, or its weights plus 1. all begins with the given calls.
 func (c *compiler) needsHidden(calls, all []*program.Call) bool {
 	hidden := map[*program.Buffer]bool{}
 	for _, call := range calls {
@@ -129,7 +131,7 @@ func (c *compiler) needsHidden(calls, all []*program.Call) bool {
 	})
 }
 
-// drop removes arrays that no call uses.
+// drop removes the buffers of unused arrays.
 func (c *compiler) drop(arrays ...*program.Array) {
 	c.Buffers = slices.DeleteFunc(c.Buffers, func(b *program.Buffer) bool {
 		return slices.ContainsFunc(arrays, func(a *program.Array) bool { return a.Buffer == b })

@@ -1,5 +1,5 @@
-// Package stream is the host's side of the kernel that stays on the GPU and computes Kasmina layers for
-// one small batch after another; see kernel/kasmina/kasmina_stream.cu.
+// Package stream is the host side of the persistent kernel that computes Kasmina layers for a sequence of
+// small batches; see kernel/kasmina/kasmina_stream.cu.
 //
 // A [Kernel] announces batches in a ring in pinned memory. It launches the kernel when there is a batch
 // and no kernel runs, because it has not been launched yet, has seen no batch for a while, or was stopped.
@@ -33,7 +33,7 @@ type Config struct {
 	X, Y   gpu.Ptr
 }
 
-// Kernel is a kernel that stays on the GPU between batches. It is not safe for concurrent use.
+// Kernel is a kernel that remains on the GPU between batches. It is not safe for concurrent use.
 type Kernel struct {
 	ctx      gpu.Context
 	launcher Launcher
@@ -124,7 +124,7 @@ func (k *Kernel) Next() uint64 { return k.next }
 // Launches returns how often the kernel was launched.
 func (k *Kernel) Launches() int { return k.launches }
 
-// usable returns an error if the kernel cannot compute any more.
+// usable returns an error if the kernel can compute no more batches.
 func (k *Kernel) usable() error {
 	switch k.phase {
 	case failed:
@@ -135,7 +135,7 @@ func (k *Kernel) usable() error {
 	return nil
 }
 
-// failedWith notes an error of the device.
+// failedWith records an error of the device.
 func (k *Kernel) failedWith(err error) error {
 	var device *gpu.Error
 	if errors.As(err, &device) && device.Sticky() {
@@ -203,7 +203,7 @@ const spins = 100
 // pollsPerCheck is the number of unsuccessful polls between checks that the kernel is still running.
 const pollsPerCheck = 1 << 10
 
-// Done reports whether a batch is done. It returns an error if it never will be.
+// Done reports whether a batch is done. It returns an error if the batch can never complete.
 func (k *Kernel) Done(batch uint64) (bool, error) {
 	if atomic.LoadUint64(&k.done[k.place(batch)])>>1 >= batch+1 {
 		return true, nil

@@ -22,7 +22,7 @@ type launcher struct {
 	launch   kasmina.Stream
 	limit    int
 	taken    []uint64 // entries
-	silent   bool     // end without a word
+	silent   bool     // end without reporting it
 }
 
 func (l *launcher) Launch(s gpu.Stream, params any) error {
@@ -78,11 +78,11 @@ func newKernel(t *testing.T, depth int) (*Kernel, *launcher, *fake.Driver) {
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		if k.phase == closed && errors.Is(k.failure, gpu.LaunchFailed) {
-			return // everything is lost with the context
+			return // destroying the context frees everything
 		}
 		require.NoError(t, l.ctx.DestroyStream(s))
 		require.NoError(t, l.ctx.UnloadModule(m))
-		require.NoError(t, l.ctx.Close()) // nothing may have leaked
+		require.NoError(t, l.ctx.Close()) // fails if anything has leaked
 	})
 	return k, l, d
 }
@@ -205,7 +205,7 @@ func TestRefused(t *testing.T) {
 		_, err := New(ctx, nil, 0, config(2))
 		require.ErrorIs(t, err, gpu.OutOfMemory, call)
 	}
-	require.NoError(t, ctx.Close()) // nothing may have leaked
+	require.NoError(t, ctx.Close()) // fails if anything has leaked
 }
 
 // TestPhases checks the table of transitions: a closed kernel stays closed, and only a running one ends.

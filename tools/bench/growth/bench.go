@@ -25,7 +25,7 @@ type benchOptions struct {
 	grid    plan
 	gpus    string
 	limit   time.Duration
-	only    *regexp.Regexp // runs whose names match; nil for all
+	only    *regexp.Regexp // pattern for the names of runs to make; nil for all
 	prepare bool
 	report  bool
 	pack    bool
@@ -158,8 +158,8 @@ func (o *benchOptions) finishBench(arms []string) error {
 	return o.model.Check()
 }
 
-// Study trains the arms that args name on every budget, and prints a table. It keeps a record of each
-// run and continues where an earlier call has stopped.
+// Study trains the given arms on every budget and prints a table. It saves a record of each run, and
+// skips runs that already have one.
 func Study(ctx context.Context, args []string, stdout, stderr io.Writer) (err error) {
 	start := time.Now()
 	o, err := parseBench(args, stderr)
@@ -211,7 +211,7 @@ func Study(ctx context.Context, args []string, stdout, stderr io.Writer) (err er
 		return err
 	}
 
-	// A job that fails is not repeated in this call, and the other jobs still run.
+	// A job that fails is not tried again in this call. The other jobs still run.
 	unwanted := func(j job) bool {
 		return b.failed[j.name()] != nil || o.only != nil && !o.only.MatchString(j.name())
 	}
@@ -241,7 +241,7 @@ func precisionName(d *cudaops.Device, p cudaops.Precision) string {
 	return p.String()
 }
 
-// openDevices opens the GPUs of a list. On a CPU the result is one nil device.
+// openDevices opens the GPUs in a list. To compute on a CPU, it returns a single nil device.
 func openDevices(device, list string, stderr io.Writer) (all []*cudaops.Device, closeAll func(), err error) {
 	closeAll = func() {
 		for _, d := range all {
@@ -296,8 +296,8 @@ type bench struct {
 	failed map[string]error // runs that ended with an error, by the names of their jobs
 }
 
-// run runs jobs in order, and returns the number of jobs skipped because they would end after the
-// deadline. It fails if a record cannot be written or ctx ends.
+// run makes the runs of the given jobs, in order, and returns the number of jobs skipped because they
+// would end after the deadline. It fails if a record cannot be written or ctx is done.
 func (b *bench) run(ctx context.Context, jobs []job) (skipped int, err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -329,8 +329,8 @@ deal:
 
 // runOne runs a job and adds its record to the study.
 func (b *bench) runOne(ctx context.Context, j job, d *cudaops.Device, skipped *int) error {
-	// Evaluations and the start of a run take time as well, about a tenth of it. Runs that share a GPU
-	// wait for each other.
+	// Allow a tenth more for evaluations, and two seconds for starting the run. Runs that share a GPU
+	// slow each other down.
 	sharing := 0
 	for _, other := range b.devices {
 		if byOrdinal(other, d) == 0 {

@@ -16,9 +16,8 @@ type plan struct {
 	rates   []float64
 }
 
-// defaultArms returns the arms of the published comparison: static models of a quarter, half and all
-// of the blocks, and models that grow from a quarter of them at several shares or as the controller
-// decides.
+// defaultArms returns the arms of the published comparison: static models with all, half or a quarter of
+// the blocks, and models that start with a quarter and grow at fixed shares or as a controller decides.
 func defaultArms(layers int) (arms []string) {
 	quarter, half, all := formatNumber(float64(layers/4)), formatNumber(float64(layers/2)),
 		formatNumber(float64(layers))
@@ -29,8 +28,8 @@ func defaultArms(layers int) (arms []string) {
 	return append(arms, "blocks="+quarter+"-"+all+",share=curve", "blocks="+quarter+"-"+half+"-"+all+",share=forecast")
 }
 
-// jobs returns the jobs without a record that can run now. A job that waits for a tuned rate follows
-// in a later call.
+// jobs returns the jobs that can run now and have no record yet. A job that needs a tuned learning rate
+// is returned once the trials have records.
 func (p plan) jobs(records map[string]record) (ready []job) {
 	add := func(j job) {
 		if _, done := records[j.name()]; !done && !slices.ContainsFunc(ready, func(r job) bool {
@@ -69,7 +68,7 @@ func (p plan) jobs(records map[string]record) (ready []job) {
 	return ready
 }
 
-// trials returns the jobs that tune the learning rate of a job.
+// trials returns the jobs for tuning the learning rate of j.
 func (p plan) trials(j job) (trials []job) {
 	if j.Arm.grows() {
 		j.Arm = j.Arm.static()
@@ -82,7 +81,7 @@ func (p plan) trials(j job) (trials []job) {
 	return trials
 }
 
-// static returns the static arm with the final depth of a grown model.
+// static returns the static arm with the same final depth.
 func (a arm) static() arm {
 	plain, _ := parseArm("blocks=1")
 	a.blocks, a.shares, a.curve, a.forecast = []int{a.depth()}, nil, false, false
@@ -90,7 +89,8 @@ func (a arm) static() arm {
 	return a
 }
 
-// tunedRate returns the rate of the run with the lowest loss, once all runs are over.
+// tunedRate returns the learning rate of the trial with the lowest loss. known is false until all trials
+// have records.
 func tunedRate(trials []job, records map[string]record) (rate float64, known bool) {
 	least := math.Inf(1)
 	for _, t := range trials {

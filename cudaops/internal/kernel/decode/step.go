@@ -13,14 +13,16 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 )
 
-// Step computes a list of launches that decode one token, such as a whole model, in a single kernel
-// whose blocks stay on their multiprocessors. Reading the weights then goes on while the blocks wait
-// for each other. NOTES.md describes the kernel.
+// Step runs a list of launches that decode one token, usually a whole model, in a single kernel. Each of
+// the kernel's blocks stays on its multiprocessor, so it can prefetch weights while it waits for other
+// blocks. NOTES.md describes the kernel.
 //
-// The launches are values of the types [Product], [Gated], [Attention], [Paged] with a single row,
-// [embedding.Forward], [norm.RMSNorm], [norm.LayerNorm], [elementwise.Unary] and [elementwise.Binary]. Check reports
-// whether the kernel supports them. It doesn't write Rstd and Stats of norms, nor the weights of norms
-// to which an elementwise op adds 1.
+// The launches are values of type [Product], [Gated], [Attention], [Paged] with a single row,
+// [embedding.Forward], [norm.RMSNorm], [norm.LayerNorm], [elementwise.Unary] or [elementwise.Binary].
+// Check reports whether the kernel supports them.
+//
+// The kernel does not write the Rstd and Stats of norms. If an elementwise op adds 1 to the weights of a
+// norm, the kernel adds the 1 within the norm and does not write the sum either.
 type Step struct {
 	Launches []any
 	Table    gpu.Ptr // TableBytes bytes that contain Encode's result
@@ -63,7 +65,7 @@ const (
 	flagPaged
 )
 
-// op is an op of the kernel.
+// op is one operation in the kernel's table.
 type op struct {
 	p           [opPointers]gpu.Ptr
 	kind, flags int
@@ -101,7 +103,7 @@ func overlap(some, others []region) bool {
 	return false
 }
 
-// program is a Step in the form that the kernel reads.
+// program is a Step translated to the kernel's operations.
 type program struct {
 	device  gpu.DeviceInfo
 	t       gpu.DType
@@ -109,18 +111,19 @@ type program struct {
 	weights []weights
 	held    int // bytes of the longest vector
 
-	// the memory that was read and written since the last op that waits
+	// the memory read and written since the last op that waits
 	read, written []region
-	// the vector in shared memory; inHeld.from is null if there is none
+	// the vector in shared memory, or the zero region if there is none
 	inHeld region
-	// the weights of norms to which an elementwise op adds 1, by its result
+	// the original weights of norms, keyed by the result of adding 1 to them
 	plusOne map[gpu.Ptr]gpu.Ptr
 }
 
-// errUnsupported is the error for launches that the kernel does not support.
+// errUnsupported reports launches that the kernel does not support.
 var errUnsupported = errors.New("the kernel of a Step does not support it")
 
-// Supports reports whether a Step can contain launches of l's type on a device.
+// Supports reports whether the kernel of a Step may support launches of l's type on a device. Check also
+// considers their sizes and operands.
 func Supports(l any, d gpu.DeviceInfo) bool {
 	if d.Capability() != 90 {
 		return false
@@ -143,7 +146,7 @@ func (s Step) Check(d gpu.DeviceInfo) error {
 	return err
 }
 
-// TableBytes returns the largest possible size of the table of n launches.
+// TableBytes returns the maximum size of the table for n launches.
 func TableBytes(n int) int { return n * (opBytes + weightsBytes) }
 
 // Counters is the number of elements of Step.Arrived.
@@ -170,7 +173,7 @@ func (s Step) Launch(q *kernel.Queue) {
 // heldBytes returns the size of the shared memory that vectors and attention share.
 func (p *program) heldBytes() int { return kernel.CeilDiv(max(p.held, mergedBytes), 128) * 128 }
 
-// slotBytes is the shared memory that one more slot for each warp takes, including its barrier.
+// slotBytes is the shared memory that one slot takes in the rings of all warps, including the barriers.
 const slotBytes = stepWarps * (2*pieceBytes + 8)
 
 // shared returns the dynamic shared memory of a launch.
@@ -214,7 +217,8 @@ func (s Step) Encode(d gpu.DeviceInfo) ([]byte, error) {
 	return b, nil
 }
 
-// program translates the launches.
+// program translates the launches into operations. It drops additions of 1 to the weights of a norm,
+// which the norm computes instead.
 func (s Step) program(d gpu.DeviceInfo) (*program, error) {
 	p := &program{device: d, t: -1, plusOne: map[gpu.Ptr]gpu.Ptr{}}
 	factors := map[gpu.Ptr]bool{}
@@ -264,8 +268,8 @@ func (s Step) program(d gpu.DeviceInfo) (*program, error) {
 	return p, nil
 }
 
-// typed records the type of a launch, which must be the same for all, and reports whether rows of n
-// elements at the given addresses can be moved 16 bytes at a time.
+// typed reports whether t is the type of all launches so far and rows of n elements at the given
+// addresses can be moved 16 bytes at a time. The first call sets the type.
 func (p *program) typed(t gpu.DType, n int, at ...gpu.Ptr) bool {
 	if p.t < 0 {
 		p.t = t
@@ -276,8 +280,8 @@ func (p *program) typed(t gpu.DType, n int, at ...gpu.Ptr) bool {
 // row returns the memory of n elements.
 func (p *program) row(at gpu.Ptr, n int) region { return region{at, at.Offset(n * p.t.Size())} }
 
-// operand returns the memory that an op reads for an operand of n elements, or the flag for an operand
-// in shared memory.
+// operand describes an operand of n elements. If the operand is in shared memory, it returns the given
+// flag, and otherwise the memory to read.
 func (p *program) operand(at gpu.Ptr, n, flag int) (reads []region, flags int) {
 	switch r := p.row(at, n); {
 	case at == 0:
@@ -289,8 +293,9 @@ func (p *program) operand(at gpu.Ptr, n, flag int) (reads []region, flags int) {
 	}
 }
 
-// add appends an op that reads and writes the given memory, besides weights. Afterwards, the vector
-// held is in shared memory.
+// add appends an op that reads and writes the given memory, in addition to its weights, and that leaves
+// the vector held in shared memory. The op waits for other blocks if its memory conflicts with earlier
+// ops.
 func (p *program) add(o op, reads, writes []region, held region) error {
 	if overlap(reads, writes) {
 		return fmt.Errorf("it overwrites an operand: %w", errUnsupported)
@@ -307,7 +312,7 @@ func (p *program) add(o op, reads, writes []region, held region) error {
 	return nil
 }
 
-// vector appends an op with the result y of n elements, of which every block computes all.
+// vector appends an op whose result y has n elements. Every block computes the entire result.
 func (p *program) vector(o op, y gpu.Ptr, n int, reads []region, more ...region) error {
 	o.p[0], o.n[0] = y, n
 	r := p.row(y, n)
@@ -360,8 +365,7 @@ func (p *program) paged(l Paged) error {
 
 func (p *program) attention(l Attention) error { return p.attend(l, l.slices(p.device), 0) }
 
-// attend appends an attention with at most the given number of slices. The cache is not used by any other
-// op.
+// attend appends an attention with at most the given number of slices. No other op may use its cache.
 func (p *program) attend(l Attention, slices, flags int) error {
 	if p.typed(l.Type, 1); p.t != l.Type || l.HeadDim > maxDim {
 		return errUnsupported
@@ -386,7 +390,7 @@ func (p *program) embedding(l embedding.Forward) error {
 		return errUnsupported
 	}
 
-	// The table may be a result: a graph selects rows of activations in the same way.
+	// The table may be an earlier result: graphs also use lookups to select rows of activations.
 	return p.vector(op{kind: opEmbedding, p: [opPointers]gpu.Ptr{1: l.IDs, 2: l.Table},
 		n: [opSizes]int{1: l.Vocab}}, l.Y, l.D, []region{p.row(l.Table, l.Vocab*l.D)})
 }

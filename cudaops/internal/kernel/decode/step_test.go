@@ -16,20 +16,20 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 )
 
-// stepModel describes a model whose token a test decodes.
+// stepModel describes a model for testing the decoding of a token.
 type stepModel struct {
 	dim, ff, heads, kvHeads, headDim, layers, vocab, capacity, window int
 
 	layerNorm, bias, headNorm, plusOne, postNorm, gelu, plain, turned, paged bool
 }
 
-// stepLaunches builds the launches of a token at a position, and the arrays that they write.
+// stepLaunches collects the launches that decode a token, and the arrays that they write.
 type stepLaunches struct {
 	g        *kerneltest.Rig
 	t        gpu.DType
 	launches []any
 	results  map[string]*kerneltest.Buffer
-	restore  []func() // resets what a step updates
+	restore  []func() // restore the caches that a step updates
 }
 
 func (s *stepLaunches) add(launch any) { s.launches = append(s.launches, launch) }
@@ -40,7 +40,7 @@ func (s *stepLaunches) result(n int) gpu.Ptr {
 	return b.Ptr
 }
 
-// random returns n numbers with a deviation of 1/sqrt(depth).
+// random returns n random numbers with standard deviation 1/√depth.
 func (s *stepLaunches) random(n, depth int) gpu.Ptr {
 	const different = 65537 // a prime, so that the rows of a matrix differ
 	raw := kerneltest.Encode(scaled(s.g.Rand, min(n, different), depth), s.t)
@@ -53,7 +53,7 @@ func (s *stepLaunches) random(n, depth int) gpu.Ptr {
 	return b.Ptr
 }
 
-// factors returns the float32 weights of a norm, which are around center.
+// factors returns n random float32 norm parameters with mean center.
 func (s *stepLaunches) factors(n int, center float64) gpu.Ptr {
 	x := make([]float64, n)
 	for i := range x {
@@ -91,7 +91,8 @@ func (s *stepLaunches) sum(a, b gpu.Ptr, n int) gpu.Ptr {
 	return y
 }
 
-// product adds x·wᵀ, with a bias if the model has one, and plus c if that is not null.
+// product adds y = x·wᵀ, with a bias if the model has one. If c is not null, it also adds c, after a norm
+// in models with postNorm.
 func (s *stepLaunches) product(m stepModel, x, c gpu.Ptr, columns, d int) gpu.Ptr {
 	y := s.result(columns)
 	p := Product{Y: y, X: x, W: s.random(columns*d, d), Columns: columns, D: d, Type: s.t}
@@ -114,7 +115,7 @@ func (s *stepLaunches) product(m stepModel, x, c gpu.Ptr, columns, d int) gpu.Pt
 	return y
 }
 
-// build adds the launches of the token at the given position.
+// build adds the launches that decode the token at the given position.
 func (m stepModel) build(s *stepLaunches, position int) (logits gpu.Ptr) {
 	at := s.g.UploadInts([]int{position})
 	x := s.result(m.dim)
@@ -196,7 +197,7 @@ func (m stepModel) build(s *stepLaunches, position int) (logits gpu.Ptr) {
 		x = s.product(m, h, x, m.dim, m.ff)
 	}
 
-	// A graph selects rows as it looks up tokens.
+	// Like a graph, select rows with an embedding lookup.
 	row := s.result(m.dim)
 	s.add(embedding.Forward{Y: row, IDs: s.g.UploadInts([]int{0}), Table: x, Rows: 1, Vocab: 1, D: m.dim,
 		Type: s.t, TableType: s.t})
@@ -207,7 +208,7 @@ func (m stepModel) build(s *stepLaunches, position int) (logits gpu.Ptr) {
 	return s.product(plain, s.norm(m, x, 1, m.dim), 0, m.vocab, m.dim)
 }
 
-// stepModels covers the traits of all model families, and odd sizes.
+// stepModels covers the features of all model families, as well as odd sizes.
 var stepModels = []stepModel{
 	{dim: 64, ff: 96, heads: 4, kvHeads: 2, headDim: 16, layers: 1, vocab: 33, capacity: 40, turned: true},
 	{dim: 768, ff: 2048, heads: 12, kvHeads: 12, headDim: 64, layers: 2, vocab: 1000, capacity: 1100, turned: true},
@@ -223,8 +224,8 @@ var stepModels = []stepModel{
 	{dim: 72, ff: 40, heads: 3, kvHeads: 3, headDim: 24, layers: 1, vocab: 5, capacity: 9, turned: true},
 }
 
-// TestStep compares decoding a token in one kernel with the same launches one after another, from poisoned
-// results, and checks that it gives the same bits every time.
+// TestStep checks that a Step computes the same results, within rounding, as the separate launches.
+// Results are poisoned before every run, and repeated runs must agree bit for bit.
 func TestStep(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	if g.Info.Capability() != 90 {
@@ -301,7 +302,8 @@ func compareStep(g *kerneltest.Rig, m stepModel, dt gpu.DType, position int, lan
 	}
 }
 
-// TestStepWaits checks that ops wait for other blocks exactly where they read what those have written.
+// TestStepWaits checks that an op waits for other blocks exactly if it reads memory written since the
+// last wait, or overwrites memory that another block may still be reading or writing.
 func TestStepWaits(t *testing.T) {
 	const d = gpu.Ptr(1 << 20)
 	x, h, y, z, w := d, 2*d, 3*d, 4*d, 5*d
