@@ -335,9 +335,9 @@ func (m *Model) fileSlots() modelfile.Slots {
 // While a trainer runs, LoadBlueprint waits for the end of the current step. To continue without waiting,
 // submit the command that [Model.ReadBlueprint] returns.
 //
-// LoadBlueprint rejects corrupted files, non-finite numbers, and weights whose shape differs from the
-// model's slots. The file's kind must be that of the seed and of all other living seeds that share the
-// slot, and none of them may be permanently frozen. The seed must have a living blueprint on a chunk.
+// LoadBlueprint rejects corrupted files, non-finite numbers, and weights with shapes that differ from
+// the model's slots. The seed and all other living seeds that share the slot must have the same kind as
+// the file, and no such seed may be permanently frozen. The seed must have a living blueprint on a chunk.
 // After an error, nothing has changed.
 func (m *Model) LoadBlueprint(path string, layer, seed int) error {
 	c, err := m.ReadBlueprint(path, layer, seed)

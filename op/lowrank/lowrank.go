@@ -16,7 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
-// An Adapter is a low-rank adapter for a linear layer. A, B and Factors are of type []float32 or
+// An Adapter is a low-rank adapter for a linear layer. A, B and Factors have type []float32 or
 // []float64, matching the layer.
 type Adapter struct {
 	Rank  int
@@ -49,7 +49,7 @@ type AddOp struct {
 //	z[r] = f ⊙ (y[r] + s·(x[r]·aᵀ)·bᵀ)
 //
 // s, a, b and f belong to the adapter selected for row r. x is [rows, in], and y and z are [rows, out];
-// all are float32 or all are float64. A nil adapter leaves its rows unchanged.
+// all are float32 or all are float64. Rows with a nil adapter are unchanged.
 //
 // The adapters must not change afterwards. The op has no gradient, and runs only on CPUs.
 func Add(x, y *gorgonia.Node, adapters []*Adapter, selection *Selection) (*gorgonia.Node, error) {

@@ -10,17 +10,18 @@
 //
 // The warden is one warp of the last block, the only one that polls across the bus. The other
 // blocks form teams of as many blocks as an ordinary launch has, and batch k belongs to team k
-// modulo the number of teams. A block does exactly what the block of an ordinary launch with its
-// position does, so outputs and figures have the same bits.
+// modulo the number of teams. Each block computes the same results, in the same order, as the block
+// in its position in an ordinary launch, so outputs and telemetry have the same bits.
 //
-// Between two layers, the blocks of a team wait for each other, unless all that a thread reads is
-// what it has written itself. With figures, they also wait for each other before they merge the
-// records, one layer after another, and before they take the next batch. Otherwise a block takes the
-// next batch as soon as it is ready, so several batches of a team may be unfinished.
+// Between two layers, the blocks of a team wait for each other, unless each thread reads only its own
+// results. With telemetry, they also wait for each other before merging the records of each layer and
+// before taking the next batch. Without it, a block takes the next batch as soon as it is ready, so
+// several batches of a team may be unfinished at the same time.
 //
-// The kernel ends when the host asks it to, and when it has seen no batch for a while by the
-// device's own clock, whatever has become of the host. Batches published by then are computed, and
-// `consumed` tells the host with which batch the next launch begins. All blocks must run at once.
+// The kernel ends when the host asks it to. It also ends after a period without batches, measured by
+// the device's clock, so it never outlives a host that has crashed. Either way, it first computes all
+// published batches, and sets `consumed` to the first batch of the next launch. All blocks must be
+// resident on the device at the same time.
 #include "kasmina_forward.cuh"
 
 constexpr int kMaxLayers = 16;
@@ -32,11 +33,11 @@ constexpr unsigned long long kStop = 2;     // no batch: the kernel ends
 // Control is in pinned memory.
 struct Control {
   unsigned long long consumed;  // the first batch that was not published
-  unsigned long long ended;     // 1: the host asked for it; 2: idle
+  unsigned long long ended;     // 1: at the host's request; 2: after an idle period
 };
 
-// Queue describes what the host and the kernel share, and the kernel's own memory. Sizes are those of
-// a batch: `stride` bytes of x or y, and `seeds` seeds of all layers.
+// Queue describes the memory that the host and the kernel share, and the kernel's own memory. A batch
+// has `stride` bytes of x and of y; `seeds` counts the seeds of all layers.
 struct Queue {
   Control* control;                   // pinned
   const unsigned long long* entries;  // pinned [depth]
@@ -50,7 +51,7 @@ struct Queue {
   uint32_t* bad;                      // [depth, seeds]; 0 between batches
   uint32_t* spoiled;                  // [depth]; whether bad is not 0
   uint32_t* finished;                 // [depth]; blocks that have finished the batch; 0 between batches
-  uint32_t* arrived;                  // [teams]; how often blocks have arrived at a point to meet
+  uint32_t* arrived;                  // [teams]; arrivals of blocks at barriers
   char* scratch;                      // [teams, 2, stride]; values between layers
   float4* records;                    // [teams, layers, 2·parts·units]
   unsigned long long first;           // the first batch of this launch
@@ -105,8 +106,8 @@ __device__ __forceinline__ unsigned long long nanoseconds() {
   return t;
 }
 
-// ward publishes batches until the kernel is to end. The lanes of one warp poll the next words of
-// the ring at once.
+// ward publishes batches until the kernel should end. The lanes of a warp poll the next words of the
+// ring simultaneously.
 __device__ void ward(const Queue& r, int lane) {
   unsigned long long seen = r.first, since = nanoseconds();
   for (;;) {
@@ -190,8 +191,8 @@ __device__ __forceinline__ void complete(const Queue& r, unsigned long long k) {
   storeSystem(r.done + slot, 2 * (k + 1) + spoiled);
 }
 
-// Launch: the threads of the layers' ordinary launches, teams·tiles·parts blocks and one more, all of
-// which fit the GPU at once. Shared memory: 32·N/E bytes per thread.
+// Launch: as many threads per block as the layers' ordinary launches, and teams·tiles·parts + 1 blocks,
+// which must fit the GPU at the same time. Shared memory: 32·N/E bytes per thread.
 template <class T, int N, int E, bool whole>
 __device__ __forceinline__ void stream(const Queue& r, const Stages& stages) {
   if (blockIdx.x == gridDim.x - 1) {
