@@ -34,30 +34,52 @@ import (
 
 func main() {
 	stderr := launch.Teller{File: os.Stderr}
-	args := os.Args[1:]
-	job, err := ranksJob(args)
-	switch {
-	case job != nil:
-		// The job forwards signals to its processes, which save and exit by themselves.
-		job.Stdout, job.Stderr = unlabeled{os.Stdout}, stderr
-		err = launch.Run(context.Background(), *job)
-	case err == nil && saves(args):
-		err = run(launch.UntilInterrupt(stderr), args, os.Stdout, os.Stderr)
-	case err == nil && converses(args):
-		err = run(context.Background(), args, os.Stdout, os.Stderr) // an interrupt stops an answer only
-	case err == nil:
-		// A command that saves nothing ends silently.
-		err = run(launch.UntilInterrupt(io.Discard), args, os.Stdout, os.Stderr)
-		if errors.As(err, new(launch.Interruption)) {
-			os.Exit(launch.ExitCode(err))
-		}
-	}
+	root := newRoot()
+	root.SetOut(os.Stdout)
+	root.SetErr(os.Stderr)
+	root.SetArgs(os.Args[1:])
+	manage(root, os.Args[1:], stderr)
 
-	if err != nil {
+	c, err := root.ExecuteC()
+	silent := errors.As(err, new(launch.Interruption)) && !saves(c) // nothing is lost
+	if err != nil && !silent {
 		fmt.Fprintln(stderr, "kasmina:", err)
 	}
 
 	os.Exit(launch.ExitCode(err))
+}
+
+// manage makes the subcommands of c, whose command line is args, handle interrupts, and makes training start
+// one process per GPU. This happens once cobra has parsed and checked the command line, because it depends on
+// the command and its options. Before that, an interrupt terminates the program.
+func manage(c *cobra.Command, args []string, stderr io.Writer) {
+	for _, sub := range c.Commands() {
+		manage(sub, args, stderr)
+	}
+
+	run := c.RunE
+	if run == nil {
+		return
+	}
+
+	c.RunE = func(c *cobra.Command, rest []string) error {
+		switch {
+		case saves(c):
+			job, err := ranksJob(c, args)
+			if err != nil {
+				return err
+			}
+			if job != nil {
+				// The job forwards signals to its processes, which save and exit by themselves.
+				job.Stdout, job.Stderr = unlabeled{os.Stdout}, stderr
+				return launch.Run(context.Background(), *job)
+			}
+			c.SetContext(launch.UntilInterrupt(stderr))
+		case c.Name() != "chat": // in which an interrupt stops an answer only
+			c.SetContext(launch.UntilInterrupt(io.Discard))
+		}
+		return run(c, rest)
+	}
 }
 
 // unlabeled writes lines without the label of the process that they come from. Only rank 0 writes to
@@ -72,26 +94,8 @@ func (u unlabeled) Write(line []byte) (int, error) {
 	return len(line), err
 }
 
-// saves reports whether a command line runs a command that saves its state when it is interrupted.
-func saves(args []string) bool {
-	c, _, err := newRoot().Find(args)
-	return err == nil && (c.Name() == "train" || c.Name() == "finetune")
-}
-
-// converses reports whether a command line runs a command that handles interrupts itself.
-func converses(args []string) bool {
-	c, _, err := newRoot().Find(args)
-	return err == nil && c.Name() == "chat"
-}
-
-// run executes a command line.
-func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
-	root := newRoot()
-	root.SetOut(stdout)
-	root.SetErr(stderr)
-	root.SetArgs(args)
-	return root.ExecuteContext(ctx)
-}
+// saves reports whether a command saves its state when it is interrupted.
+func saves(c *cobra.Command) bool { return c.Name() == "train" || c.Name() == "finetune" }
 
 // newRoot returns the command with all its subcommands.
 func newRoot() *cobra.Command {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"io"
 	"os"
 	"path/filepath"
 	"runtime/debug"
@@ -27,6 +28,15 @@ const (
 	tiny     = testdata + "/tiny"
 	license  = "../../LICENSE"
 )
+
+// run executes a command line in this process, as main does except for interrupts and several ranks.
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	root := newRoot()
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	root.SetArgs(args)
+	return root.ExecuteContext(ctx)
+}
 
 // kasmina runs the command.
 func kasmina(t *testing.T, args ...string) (stdout string, err error) {

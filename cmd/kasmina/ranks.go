@@ -19,25 +19,14 @@ import (
 	"github.com/kasmina-go/kasmina/llm/parallel"
 )
 
-// ranksJob returns the job for a process that starts one process per GPU: for train and finetune with --gpus, and on a
-// node of Kubeflow Trainer with several GPUs. It returns nil if there is nothing to start, or if the
-// command line is invalid. In that case the command itself reports the error, once.
-func ranksJob(args []string) (*launch.Job, error) {
-	root := newRoot()
-	c, rest, err := root.Find(args)
-
-	// The command checks all of this again. recall adds the options of a run that is resumed.
-	if err != nil || c.Name() != "train" && c.Name() != "finetune" || c.ParseFlags(rest) != nil ||
-		c.ValidateArgs(c.Flags().Args()) != nil || recall(c) != nil || c.ValidateRequiredFlags() != nil ||
-		c.ValidateFlagGroups() != nil || checkFlags(c) != nil {
-		return nil, nil
-	}
-
+// ranksJob returns the job of a training command that starts one process per GPU: with --gpus, and on a
+// node of Kubeflow Trainer with several GPUs. args is the whole command line of c. It returns nil if this
+// process trains by itself, or if the number of GPUs is invalid, which the training reports.
+func ranksJob(c *cobra.Command, args []string) (*launch.Job, error) {
 	gpus, err := c.Flags().GetInt("gpus")
-	if help, _ := c.Flags().GetBool("help"); help || err != nil || gpus < 0 {
+	if err != nil || gpus < 0 {
 		return nil, err
 	}
-
 	return launch.ForGPUs(gpus, args, os.Getenv)
 }
 
@@ -87,6 +76,7 @@ func (o *trainOptions) meet(c *cobra.Command) (m machines, err error) {
 		// Tell the other ranks, which would otherwise wait for this one.
 		if m.world != nil {
 			err = m.world.Blame(err)
+			m.world.Close() // does not wait, and adds nothing to the error
 		}
 		return m, err
 	}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"os/exec"
@@ -16,9 +17,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/spf13/cobra"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/comm/launch"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/hf"
 )
@@ -250,6 +253,24 @@ func TestTrainUnderLaunchers(t *testing.T) {
 	}
 }
 
+// jobOf returns the job of a command line. Commands that start no processes, and invalid command lines, have
+// none.
+func jobOf(args []string) (job *launch.Job, err error) {
+	root := newRoot()
+	root.SetArgs(args)
+	root.SetOut(io.Discard)
+	for _, c := range root.Commands() {
+		c.RunE = func(c *cobra.Command, _ []string) error {
+			if saves(c) {
+				job, err = ranksJob(c, args)
+			}
+			return nil
+		}
+	}
+	_ = root.Execute() // the errors of invalid command lines have tests of their own
+	return job, err
+}
+
 // TestRanksJob checks that no processes are started under another launcher, and that mistakes are
 // reported once.
 func TestRanksJob(t *testing.T) {
@@ -264,12 +285,12 @@ func TestRanksJob(t *testing.T) {
 	for _, args := range []string{"", "eval --gpus 2", "train --gpus 1", "train --gpus -1",
 		"train --gpus x", "train --help --gpus 2", "train -h --gpus 2", "no --gpus 2",
 		"train --gpus 2", "train -m x -d y -o z --gpus 2 w", "train -model x -d y -o z --gpus 2"} {
-		job, err := ranksJob(strings.Fields(args))
+		job, err := jobOf(strings.Fields(args))
 		require.NoError(t, err, args)
 		require.Nil(t, job, args)
 	}
 
-	job, err := ranksJob(training("x", "--gpus", "2"))
+	job, err := jobOf(training("x", "--gpus", "2"))
 	require.NoError(t, err)
 	require.Equal(t, 2, job.PerNode)
 	require.Equal(t, training("x", "--gpus", "2"), job.Args)
@@ -281,7 +302,7 @@ func TestRanksJob(t *testing.T) {
 		t.Setenv(name, value)
 	}
 
-	_, err = ranksJob(training("x", "--gpus", "2"))
+	_, err = jobOf(training("x", "--gpus", "2"))
 	require.ErrorContains(t, err, "Slurm has already started the processes")
 	_, err = kasmina(t, training("x")...)
 	require.ErrorContains(t, err, "environment of Slurm: no usable secret")
