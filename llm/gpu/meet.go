@@ -24,6 +24,7 @@ func Ordinal(w *comm.World) (int, error) {
 
 // Team connects the processes of a world with [Join] or, if device is nil, with parallel.Join, which uses the
 // CPUs of one host. All processes must call it with the same kind of device. If w is nil, it returns nil.
+// The team takes ownership of the world, which Team closes if it returns an error.
 func Team(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel.Team, error) {
 	if w == nil {
 		return nil, nil
@@ -36,13 +37,13 @@ func Team(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel
 
 	all, err := w.Gather(ctx, "device", []byte(own))
 	if err != nil {
-		return nil, err
+		return nil, abandon(w, err)
 	}
 
 	for r, other := range all {
 		if string(other) != string(all[0]) {
-			return nil, fmt.Errorf("llm/gpu: rank 0 would train on %s and rank %d on %s: name "+
-				"the device", all[0], r, other)
+			return nil, abandon(w, fmt.Errorf("llm/gpu: rank 0 would train on %s and rank %d on %s: name "+
+				"the device", all[0], r, other))
 		}
 	}
 
@@ -50,7 +51,7 @@ func Team(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel
 	case device != nil:
 		return Join(ctx, w, device)
 	case w.Place().LocalSize != w.Size():
-		return nil, w.Blame(fmt.Errorf("llm/gpu: %d processes on several hosts: training on "+
+		return nil, abandon(w, fmt.Errorf("llm/gpu: %d processes on several hosts: training on "+
 			"CPUs is limited to a single host", w.Size()))
 	}
 

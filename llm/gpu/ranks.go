@@ -24,7 +24,8 @@ import (
 )
 
 // Join connects the ranks of a world with NCCL. Each rank needs its own GPU, and all ranks must call
-// Join. The team takes ownership of the world. The device must stay open until the team is closed.
+// Join. The team takes ownership of the world, which Join closes if it returns an error. The device must stay
+// open until the team is closed.
 func Join(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel.Team, error) {
 	if ctx == nil || w == nil || device == nil {
 		return nil, errors.New("llm/gpu: Join: the context, the world or the device is nil")
@@ -32,14 +33,14 @@ func Join(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel
 
 	g, err := nccl.New(ctx, w, device)
 	if err != nil {
-		return nil, fmt.Errorf("llm/gpu: %w", w.Blame(err))
+		return nil, fmt.Errorf("llm/gpu: %w", abandon(w, err))
 	}
 
 	var group comm.Group = g
 	if os.Getenv("KASMINA_DIRECT") != "off" {
 		var why error
 		if group, why, err = direct.New(ctx, w, device, g); err != nil {
-			return nil, fmt.Errorf("llm/gpu: %w", errors.Join(w.Blame(err), g.Close()))
+			return nil, fmt.Errorf("llm/gpu: %w", errors.Join(abandon(w, err), g.Close()))
 		}
 		if why != nil {
 			slog.Debug("exchanging gradients with NCCL", "why", why)
@@ -47,6 +48,14 @@ func Join(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel
 	}
 
 	return parallel.On(w, group), nil
+}
+
+// abandon reports this rank's failure to the other ranks, closes the world, and returns the cause of the
+// failure. After a failure, closing does not wait.
+func abandon(w *comm.World, err error) error {
+	err = w.Blame(err)
+	w.Close() // adds nothing to the error
+	return err
 }
 
 // Parallel is like [Engine] for a rank of a team (see package parallel). Each GPU holds all weights, but

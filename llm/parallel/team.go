@@ -36,7 +36,7 @@ func (t *Team) TakePairs() op.PreferenceFigures {
 }
 
 // Join connects the ranks of a world on the CPUs of one host. All ranks must call it. The team takes
-// ownership of the world. After an error, the caller must close the world.
+// ownership of the world, which Join closes if it returns an error.
 func Join(ctx context.Context, w *comm.World) (*Team, error) {
 	if ctx == nil || w == nil {
 		return nil, errors.New("parallel: Join: the context or the world is nil")
@@ -44,7 +44,9 @@ func Join(ctx context.Context, w *comm.World) (*Team, error) {
 	host := loopback.NewHost()
 	g, err := loopback.New(ctx, w, host)
 	if err != nil {
-		return nil, fmt.Errorf("parallel: %w", w.Blame(err))
+		err = w.Blame(err)
+		w.Close() // does not wait, and adds nothing to the error
+		return nil, fmt.Errorf("parallel: %w", err)
 	}
 	return newTeam(w, g, host), nil
 }
