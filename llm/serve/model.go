@@ -45,13 +45,21 @@ type Model struct {
 //
 // A missing or unusable chat template is no error, but becomes the model's NoTemplate.
 func NewModel(f *hf.Folder, g Generator, context int) (*Model, error) {
-	return describeModel(f, f.Dir, f.Dir, g, context)
+	m, err := describeModel(f, f.Dir, f.Dir, g, context)
+	if err != nil {
+		return nil, fmt.Errorf("serve: NewModel: %w", err)
+	}
+	return m, nil
 }
 
 // NewAdaptedModel describes the model of a folder with adapters, and names it after the folder of the
 // adapters. If that folder has a tokenizer, the model uses it, and the chat template next to it.
 func NewAdaptedModel(f *hf.Folder, adapters string, g Generator, context int) (*Model, error) {
-	return describeModel(f, adapters, hf.TextFolder(adapters, f.Dir), g, context)
+	m, err := describeModel(f, adapters, hf.TextFolder(adapters, f.Dir), g, context)
+	if err != nil {
+		return nil, fmt.Errorf("serve: NewAdaptedModel: %w", err)
+	}
+	return m, nil
 }
 
 // describeModel describes the model of f. It is named after the folder name, and its tokenizer is in the
@@ -59,12 +67,12 @@ func NewAdaptedModel(f *hf.Folder, adapters string, g Generator, context int) (*
 func describeModel(f *hf.Folder, name, text string, g Generator, context int) (*Model, error) {
 	tok, err := tokenizers.Load(text)
 	if err != nil {
-		return nil, fmt.Errorf("serve: NewModel: %w", err)
+		return nil, err
 	}
 
 	dir, err := filepath.Abs(name)
 	if err != nil {
-		return nil, fmt.Errorf("serve: NewModel: %w", err)
+		return nil, err
 	}
 
 	m := &Model{Name: filepath.Base(dir), Generator: g, Tokenizer: tok, Context: context,

@@ -16,6 +16,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
 	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
@@ -867,4 +868,13 @@ func TestNewErrors(t *testing.T) {
 		_, err := f()
 		require.ErrorContains(t, err, want)
 	}
+}
+
+// TestNewModelErrors checks that errors name the function that was called.
+func TestNewModelErrors(t *testing.T) {
+	f := &hf.Folder{Dir: t.TempDir()} // without a tokenizer
+	_, err := NewModel(f, nil, 8)
+	require.ErrorContains(t, err, "serve: NewModel: ")
+	_, err = NewAdaptedModel(f, t.TempDir(), nil, 8)
+	require.ErrorContains(t, err, "serve: NewAdaptedModel: ")
 }
