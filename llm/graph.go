@@ -155,7 +155,8 @@ func BuildGraph(m ModelParts, kind GraphKind, batch int, opts ...GraphOption) (*
 	}
 
 	if b.selected < 0 {
-		return nil, fmt.Errorf("llm: WithRows(%d), want at least 1 row", b.selected)
+		return nil, fmt.Errorf("llm: WithRows(%d): want a number of rows, or 0 for one row per sequence",
+			b.selected)
 	}
 
 	if err := m.KasminaOptions.check(); err != nil {

@@ -103,6 +103,6 @@ func TestScoreRefuses(t *testing.T) {
 	_, err = i.Score(ended, []Continuation{{[]int{1, 2}, 1}})
 	require.ErrorIs(t, err, cause)
 	_, err = BuildGraph(m.Parts(), ForLogits, 1, WithRows(-1))
-	require.ErrorContains(t, err, "WithRows(-1)")
+	require.ErrorContains(t, err, "WithRows(-1): want a number of rows, or 0 for one row per sequence")
 	require.NoError(t, i.Close())
 }
