@@ -41,7 +41,7 @@ for llama.cpp.`,
 	f.StringVarP(&o.out, "out", "o", "", "new `directory`, or new file with --gguf")
 	f.StringVar(&o.gguf, "gguf", "", "write a GGUF file with weights of this `type`: f32, f16, bf16 or q8_0")
 	f.StringVar(&o.precision, "precision", "", "`type` of the weights: f32, f16 or bf16")
-	f.Float64Var(&o.shard, "shard", 5, "largest size of a weights file in `GiB`")
+	f.Float64Var(&o.shard, "shard", 5, "maximum size of a weights file in `GiB`")
 
 	markRequired(c, "model", "out")
 	completeFlag(c, "gguf", "f32", "f16", "bf16", "q8_0")

@@ -39,12 +39,12 @@ func (o *evalOptions) taskFlags(c *cobra.Command) {
 	f.StringSliceVar(&o.tasks, "tasks", nil, "task `FILE`s (JSON Lines, or the folder of a CORE bundle), "+
 		"separated by commas; FILE=FORMAT names the format")
 	f.IntVar(&o.fewShot, "few-shot", tasks.DefaultFewShot,
-		"solved examples before each question (default: as many as lm-evaluation-harness)")
+		"solved examples before each question; -1 means as many as lm-evaluation-harness uses")
 	f.StringSliceVar(&o.examples, "examples", nil,
 		"`FILE` to draw the examples from, or one for each task (default: the task's own file)")
 	f.BoolVar(&o.chat, "chat", false, "apply the model's chat template to the prompts")
 	f.IntVar(&o.limit, "limit", 0, "number of items of each task to use (default: all)")
-	f.IntVar(&o.answer, "answer-tokens", 256, "largest number of tokens of a generated answer")
+	f.IntVar(&o.answer, "answer-tokens", 256, "maximum number of tokens in a generated answer")
 	f.StringVarP(&o.out, "out", "o", "", "JSON `file` for the results; answers are collected next to it, so that the "+
 		"same command continues after an interruption")
 }

@@ -115,8 +115,8 @@ peak_gib and out, and for preference pairs reward_margin and reward_accuracy.`,
 	f.StringVarP(&o.out, "out", "o", "", "new `directory` for the result and the run")
 	f.StringVar(&o.method, "method", methodLoRA, "what learns: lora, rslora, dora, full or last")
 	f.IntVar(&o.rank, "rank", 16, "rank of the adapters")
-	f.Float64Var(&o.alpha, "alpha", 32, "scale of the adapters: their product counts alpha/rank times")
-	f.Float64Var(&o.dropout, "dropout", 0, "probability with which adapters leave out an input")
+	f.Float64Var(&o.alpha, "alpha", 32, "scale of the adapters: their output is multiplied by alpha/rank")
+	f.Float64Var(&o.dropout, "dropout", 0, "dropout probability for the inputs of the adapters")
 	f.StringVar(&o.targets, "targets", llm.AllLinear, "layers with adapters, separated by commas, such as "+
 		"q_proj,v_proj or layers.[0-3].*; embed_tokens and lm_head must be named")
 	f.IntVar(&o.blocks, "blocks", 0, "number of blocks that learn with --method last")
@@ -139,7 +139,7 @@ peak_gib and out, and for preference pairs reward_margin and reward_accuracy.`,
 	f.StringArrayVarP(&o.prompts, "prompt", "p", nil, "`text` to answer after each evaluation; may be repeated "+
 		"(default: that of a held-out example)")
 	f.BoolVar(&o.train.Recompute, "recompute", false,
-		"save memory by computing the blocks again in the backward pass")
+		"save memory by recomputing the blocks in the backward pass")
 	f.IntVar(&o.saveEvery, "save-every", 100, "steps between checkpoints; 0 saves only after the last step")
 	f.IntVar(&o.evalEvery, "eval-every", 50, "steps between evaluations; 0 evaluates only after the last step")
 	f.Uint64VarP(&o.seed, "seed", "s", 1, "random seed for the data order and the adapters")

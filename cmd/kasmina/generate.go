@@ -60,7 +60,7 @@ Standard output receives the prompt and the generated text, token by token, and 
 // samplingFlags adds the flags for drawing up to n tokens.
 func (o *generateOptions) samplingFlags(c *cobra.Command, n int) {
 	f := c.Flags()
-	f.IntVarP(&o.n, "n", "n", n, "largest number of tokens to generate")
+	f.IntVarP(&o.n, "n", "n", n, "maximum number of tokens to generate")
 	f.Float64VarP(&o.temperature, "temperature", "t", -1,
 		"divides the logits; 0 selects the most likely token; -1 uses generation_config.json")
 	f.IntVar(&o.topK, "top-k", -1,

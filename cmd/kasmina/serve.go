@@ -38,7 +38,7 @@ the name of its folder.
 Each --adapter is offered as another model, named after its folder. A request chooses a model by its name,
 and the adapters share the memory of the model. On a GPU, there can be one adapter, without the model itself.
 
-Texts are continued together, so that the weights are read once for all of them.
+Concurrent requests are generated in one batch, so the weights are read once per token for all of them.
 
 Ctrl-C finishes the answers in progress and exits. Pressing it again exits at once.`,
 		Example: "  kasmina serve --model tuned --api-key secret\n" +
@@ -54,11 +54,11 @@ Ctrl-C finishes the answers in progress and exits. Pressing it again exits at on
 		"`address` to serve at; :8080 serves other computers too; with port 0 the system chooses a port")
 	f.StringArrayVar(&o.Keys, "api-key", nil, "`key` that clients must send; can be given several times")
 	f.IntVar(&o.context, "context", 0,
-		"largest number of tokens of a prompt and its answer together; 0 means the model's")
-	f.IntVar(&o.Slots, "slots", 32, "number of texts that are continued at the same time")
-	f.IntVar(&o.Queue, "queue", 128, "number of requests that wait for a slot; any more are refused")
-	f.DurationVar(&o.Timeout, "timeout", 10*time.Minute, "longest time that a request takes")
-	f.Int64Var(&o.maxBody, "max-body", 8, "largest size of a request, in MiB")
+		"maximum number of tokens in a prompt and its answer together; 0 means the model's maximum")
+	f.IntVar(&o.Slots, "slots", 32, "maximum number of requests in the batch")
+	f.IntVar(&o.Queue, "queue", 128, "maximum number of requests waiting for a slot; further requests are refused")
+	f.DurationVar(&o.Timeout, "timeout", 10*time.Minute, "time limit for a request")
+	f.Int64Var(&o.maxBody, "max-body", 8, "maximum size of a request in MiB")
 	f.StringArrayVar(&o.Origins, "cors", nil,
 		"`origin` of web pages, such as https://example.com, that can use the server; * permits all; can be "+
 			"given several times")

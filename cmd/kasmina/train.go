@@ -114,7 +114,7 @@ and LoRA adapters are trained and merged into the weights at the end.`,
 	o.adapters.flags(c)
 	f.DurationVar(&o.train.Budget.Time, "time", 0, "train for this long instead of --steps, such as 90s or 2h")
 	f.BoolVar(&o.train.Recompute, "recompute", false,
-		"save memory by computing the blocks again in the backward pass")
+		"save memory by recomputing the blocks in the backward pass")
 	f.IntVar(&o.saveEvery, "save-every", 100, "steps between checkpoints; 0 saves only after the last step")
 	f.IntVar(&o.evalEvery, "eval-every", 50, "steps between evaluations; 0 evaluates only after the last step")
 	f.BoolVar(&o.keepBest, "keep-best", false, "save the model with the lowest held-out loss "+

@@ -138,7 +138,7 @@ func (e *Encoder) check(x *Example, s Sequence) error {
 	switch {
 	case e.MaxTokens > 0 && len(s.IDs) > e.MaxTokens:
 		p = x.problem("shorten it, train on longer sequences, or leave it out",
-			"it has %d tokens, and %d fit, so that an answer would be cut off", len(s.IDs), e.MaxTokens)
+			"it has %d tokens, but only %d fit, so the answer would be cut off", len(s.IDs), e.MaxTokens)
 	case s.Learned() == 0:
 		p = x.problem("add an answer of the assistant", "there is nothing to learn")
 	default:

@@ -27,7 +27,7 @@ type job struct {
 // A choice describes one answer to a request.
 type choice struct {
 	prompt   []int
-	limit    int // largest number of tokens to draw
+	limit    int // maximum number of tokens to draw
 	sampling sampler.Config
 }
 

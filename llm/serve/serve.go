@@ -30,7 +30,7 @@ import (
 type Options struct {
 	// Keys are the API keys that clients can use. Without keys, everybody can use the server.
 	Keys []string
-	// Slots is the number of texts that are continued at the same time. The default is 32.
+	// Slots is the maximum number of requests that are generated at the same time. The default is 32.
 	Slots int
 	// Queue is the number of requests that wait for slots. Any more are refused with the status 429.
 	// The default is 128; a negative number lets none wait.

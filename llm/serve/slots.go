@@ -10,7 +10,7 @@ import (
 // errBusy reports that too many requests wait for slots.
 var errBusy = errors.New("too many requests wait")
 
-// slots limits the number of texts that are continued at the same time. Requests get slots in the order
+// slots limits the number of requests that are generated at the same time. Requests get slots in the order
 // of their arrival.
 type slots struct {
 	mu      sync.Mutex
