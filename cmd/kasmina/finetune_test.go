@@ -276,7 +276,7 @@ func TestFinetuneRefuses(t *testing.T) {
 		"β is 0, want":                        finetuneArgs(writePairs(t, 9), "OUT", "--beta", "0"),
 		"two answers of":                      finetuneArgs(writePairs(t, 9), "OUT", "--seq", "20"),
 		"no such file":                        finetuneArgs(filepath.Join(t.TempDir(), "none"), "OUT"),
-		"the answer would be cut off":          finetuneArgs(file(`{"text": "`+strings.Repeat("a b ", 400)+`"}`), "OUT"),
+		"the answer would be cut off":         finetuneArgs(file(`{"text": "`+strings.Repeat("a b ", 400)+`"}`), "OUT"),
 		"--method is \"other\"":               finetuneArgs(good, "OUT", "--method", "other"),
 		"needs the number of --blocks":        finetuneArgs(good, "OUT", "--method", "last"),
 		"--blocks: llm: the last 3 blocks of a model that has 2": finetuneArgs(good, "OUT", "--method", "last",

@@ -157,7 +157,7 @@ func TestProblems(t *testing.T) {
 		`[{"text": "a"}]`:                                                       "JSON array",
 		"{\"text\": \"\xff\"}":                                                  "UTF-8",
 		`{"text": "a", "tools": 3}`:                                             `"tools" is not a list`,
-		`{"text": "` + strings.Repeat("a ", 60) + `"}`:                          "an answer would be cut off",
+		`{"text": "` + strings.Repeat("a ", 60) + `"}`:                          "the answer would be cut off",
 	} {
 		e := newEncoder(t, chatML)
 		e.MaxTokens = 100
