@@ -94,6 +94,8 @@ func (g *Generator) Close() error {
 //		...
 //	}
 //
+// If the sampler has a constraint, iteration also stops when the text is complete.
+//
 // Iteration stops after the first error. Cancellation of the context is such an error, and is noticed
 // even during a pass over the model. If the model changes between two tokens, the next token is drawn
 // from the changed model.
@@ -139,7 +141,7 @@ func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *sample
 		if err != nil {
 			return fmt.Errorf("token %d: %w", i+1, err)
 		}
-		if !yield(next) {
+		if !yield(next) || s.Done() {
 			return nil
 		}
 		if len(window) == g.config.Seq {

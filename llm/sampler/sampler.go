@@ -82,6 +82,18 @@ type Sampler struct {
 
 	logProb float64 // of the last token drawn
 	top     []TokenProb
+
+	constraint Constraint // or nil
+}
+
+// A Constraint restricts the tokens that can be drawn, as package grammar does for JSON.
+type Constraint interface {
+	// Allowed returns the tokens that can be drawn next, as bits: token i is bit i%64 of element i/64.
+	Allowed() ([]uint64, error)
+	// Accept is called with the token that has been drawn.
+	Accept(id int) error
+	// Done reports whether the text is complete, so that no more tokens are needed.
+	Done() bool
 }
 
 // A TokenProb is a token with its log-probability.
@@ -153,6 +165,14 @@ func (s *Sampler) Observe(ids ...int) {
 	}
 }
 
+// Constrain makes the sampler draw only tokens that c allows. The sampler informs c of the tokens drawn. A nil c
+// removes the constraint.
+func (s *Sampler) Constrain(c Constraint) { s.constraint = c }
+
+// Done reports whether the sampler's constraint considers the text complete. A sampler without a constraint
+// is never done.
+func (s *Sampler) Done() bool { return s != nil && s.constraint != nil && s.constraint.Done() }
+
 // adjusted returns the logit of a token after penalties and bias.
 func (s *Sampler) adjusted(id int, logit float64) float64 {
 	if s.occurred[id] {
@@ -190,6 +210,14 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 		logits = logits[:v]
 	}
 
+	var allowed []uint64
+	if s.constraint != nil {
+		var err error
+		if allowed, err = s.constraint.Allowed(); err != nil {
+			return 0, fmt.Errorf("sampler: Draw: %w", err)
+		}
+	}
+
 	s.choices = s.choices[:0]
 	limit := len(logits)
 	switch k := s.config.TopK; {
@@ -203,6 +231,9 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 	bound := T(math.Inf(-1)) // the least of the choices, if there are as many as needed
 	for i, logit := range logits {
 		if logit <= bound && !changed { // false for NaN
+			continue
+		}
+		if allowed != nil && (i/64 >= len(allowed) || allowed[i/64]>>(i%64)&1 == 0) {
 			continue
 		}
 		l := float64(logit)
@@ -222,7 +253,11 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 	}
 
 	if len(s.choices) == 0 {
-		return 0, fmt.Errorf("sampler: Draw: none of %d logits is more than -Inf", len(logits))
+		which := ""
+		if allowed != nil {
+			which = " that the constraint allows"
+		}
+		return 0, fmt.Errorf("sampler: Draw: none of %d logits%s is more than -Inf", len(logits), which)
 	}
 
 	id := s.choices[0].id
@@ -230,6 +265,11 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 		id = s.draw(s.candidates())
 	}
 
+	if s.constraint != nil {
+		if err := s.constraint.Accept(id); err != nil {
+			return 0, fmt.Errorf("sampler: Draw: %w", err)
+		}
+	}
 	if s.drawn != nil {
 		s.drawn[id]++
 	}

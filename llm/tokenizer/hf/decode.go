@@ -184,6 +184,15 @@ func (d *Decoder) add(id int) {
 	d.begun = true
 }
 
+// Bytes returns the bytes that a token adds to a text that has begun, as decoded by a [Decoder] that skips
+// special tokens. It returns nil for special tokens, and for ids in gaps of the vocabulary or outside it.
+func (t *Tokenizer) Bytes(id int) []byte {
+	if t.check(id) != nil || t.isGap(id) || t.skipped[id] {
+		return nil
+	}
+	return t.decoding.appendToken(nil, t.written(id), false)
+}
+
 // stripped removes the characters to be stripped from the beginning of the text.
 func (d *Decoder) stripped(out []byte) []byte {
 	for d.strip > 0 && len(out) > 0 {
