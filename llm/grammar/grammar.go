@@ -90,3 +90,15 @@ func Schema(schema []byte) (*Grammar, error) {
 func newCompiler(document any) *compiler {
 	return &compiler{document: document, refs: map[string]*node{}}
 }
+
+// A Tokenizer knows the bytes that each token adds to a text. It returns nil for tokens that add nothing.
+type Tokenizer interface{ Bytes(id int) []byte }
+
+// VocabularyOf returns the vocabulary of a model with the given number of tokens. The tokens of end end a text.
+func VocabularyOf(t Tokenizer, tokens int, end []int) *Vocabulary {
+	texts := make([][]byte, tokens)
+	for id := range texts {
+		texts[id] = t.Bytes(id)
+	}
+	return NewVocabulary(texts, end)
+}

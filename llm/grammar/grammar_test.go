@@ -4,9 +4,12 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"math/bits"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
+	"unicode/utf8"
 
 	"github.com/santhosh-tekuri/jsonschema/v6"
 	"github.com/stretchr/testify/require"
@@ -337,4 +340,100 @@ func FuzzSchema(f *testing.F) {
 		require.NoError(t, err)
 		draw(t, m, rand.New(rand.NewPCG(1, 1)), 50)
 	})
+}
+
+// BenchmarkTokens times the tokens of an array of persons with a vocabulary of 128,000 tokens. The first text of a
+// matcher computes the masks, and later texts use them.
+func BenchmarkTokens(b *testing.B) {
+	r := rand.New(rand.NewPCG(1, 1))
+	texts := slices.Clone(vocabulary.texts)
+	for len(texts) < 128_000 {
+		word := make([]byte, 1+r.IntN(9))
+		letters := " etaoinshrdlucmfwypvbgkqjxzETAOIN0123456789_-./\xc3\xa9"
+		if len(texts)%50 == 0 { // one in 50 has the marks of JSON
+			letters = " etaoin\",:{}[]\n"
+		}
+		for i := range word {
+			word[i] = letters[r.IntN(len(letters))]
+		}
+		texts = append(texts, word)
+	}
+	v := NewVocabulary(texts, []int{endToken})
+	g, err := Schema([]byte(`{"type":"array","items":{"type":"object","properties":{"name":{"type":"string","maxLength":40},` +
+		`"age":{"type":"integer","minimum":0},"tags":{"type":"array","items":{"enum":["red","green","blue"]}}},` +
+		`"required":["name","age","tags"]},"minItems":20,"maxItems":20}`))
+	require.NoError(b, err)
+
+	for _, warm := range []bool{false, true} {
+		b.Run(fmt.Sprintf("warm=%v", warm), func(b *testing.B) {
+			tokens := 0
+			var m *Matcher
+			for b.Loop() {
+				if m == nil || !warm {
+					m, err = v.Matcher(g)
+					require.NoError(b, err)
+				}
+				c := m.New()
+				for !c.Done() {
+					mask, err := c.Allowed()
+					require.NoError(b, err)
+					word := r.IntN(len(mask))
+					for mask[word] == 0 {
+						word = (word + 1) % len(mask)
+					}
+					id := 64*word + bits.TrailingZeros64(mask[word])
+					require.NoError(b, c.Accept(id))
+					tokens++
+				}
+			}
+			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(tokens), "ns/token")
+		})
+	}
+}
+
+// TestParse checks texts of grammars in GBNF.
+func TestParse(t *testing.T) {
+	for source, want := range map[string]string{
+		`root ::= "a"{5}`:       "^aaaaa$",
+		`root ::= "yes" | "no"`: "^(yes|no)$",
+		"root ::= list # a comment\n\nlist ::= \"[\" item (\",\" item){0,3} \"]\"\nitem ::= [a-c]+ | [^a-z\\n\\]]": `^\[([a-c]+|[^a-z\n\]])(,([a-c]+|[^a-z\n\]])){0,3}\]$`,
+		"root ::= (\n  \"x\"? |\n  \"y\"\n) . \"\\u00e9\\x41\\\"\"":                                                `^(?s:(x?|y).éA")$`,
+		`root ::= "(" root? ")"`: `^\(+\)+$`,
+		`root ::= [-+]{2,}`:      `^[-+]{2,}$`,
+	} {
+		g, err := Parse(source)
+		require.NoError(t, err, source)
+		m, err := vocabulary.Matcher(g)
+		require.NoError(t, err)
+		complete := 0
+		for seed := range uint64(40) {
+			r := rand.New(rand.NewPCG(seed, 0))
+			if text, ok := draw(t, m, r, 60); ok && utf8.ValidString(text) {
+				complete++
+				require.Regexp(t, want, text)
+			}
+		}
+		require.Positive(t, complete, source)
+	}
+
+	for source, want := range map[string]string{
+		``:                        "root is missing",
+		`root ::= a`:              `"a" is used but not defined`,
+		`root ::= root "a" | "b"`: "can start with itself",
+		"root ::= a\na ::= b? a \"x\"\nb ::= \"b\"": "can start with itself",
+		`root ::= "a`:                    "line 1: a literal or a class is not closed",
+		`root ::= [a`:                    "not closed",
+		`root ::= [b-a]`:                 "is empty",
+		`root ::= ("a"`:                  "parenthesis",
+		"root ::= \"a\"\nroot ::= \"b\"": "defined twice",
+		`root = "a"`:                     "want ::=",
+		`root ::= "a"{3,2}`:              "repetition",
+		`root ::= "a")`:                  "end of the line",
+		`root ::= "\q"`:                  "escape sequence",
+		`root ::= "(" root ")"`:          "no text follows",
+		"root ::= \"\xff\"":              "UTF-8",
+	} {
+		_, err := Parse(source)
+		require.ErrorContains(t, err, want, source)
+	}
 }

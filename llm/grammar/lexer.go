@@ -52,6 +52,18 @@ func (t *textLexer) start() int {
 	return t.intern(textState{content: c})
 }
 
+// similar returns a state that behaves like the given one for a number of bytes, so that fewer states need to be
+// examined.
+func (t *textLexer) similar(state, bytes int) int {
+	l, ok := t.content.(length)
+	if !ok {
+		return state
+	}
+	s := t.states[state]
+	s.content = l.similar(s.content, bytes)
+	return t.intern(s)
+}
+
 func (t *textLexer) accepts(state int) bool {
 	s := t.states[state]
 	if t.json {
@@ -213,6 +225,18 @@ func (l length) next(state int, _ rune) int {
 		return min(state+1, l.least)
 	}
 	return state + 1
+}
+
+// similar returns a state that behaves like the given one for a number of characters.
+func (l length) similar(state, characters int) int {
+	unlimited := func(state int) bool { return l.most < 0 || l.most-state > characters }
+	switch {
+	case state+characters < l.least && unlimited(0):
+		return 0
+	case state >= l.least && unlimited(state):
+		return l.least
+	}
+	return state
 }
 
 func (l length) any(state int, low, high rune) bool {

@@ -11,6 +11,7 @@ import (
 type automaton struct {
 	frames map[frameKey]*frame
 	states map[string]*state
+	locals map[localKey]*localMask
 	nextID uint32 // of a frame
 	first  *state
 	none   *state // after bytes that no text starts with
@@ -19,7 +20,8 @@ type automaton struct {
 // A frame is a place in a grammar, and the places to return to. Equal frames are identical.
 type frame struct {
 	frameKey
-	id uint32
+	id   uint32
+	then *state // after the end of a lexeme; nil until computed
 }
 
 // A frameKey identifies a frame. The meaning of at depends on the node: the state of a lexeme's lexer, the
@@ -39,7 +41,8 @@ type state struct {
 }
 
 func newAutomaton(root *node) *automaton {
-	a := &automaton{frames: map[frameKey]*frame{}, states: map[string]*state{}, none: &state{}}
+	a := &automaton{frames: map[frameKey]*frame{}, states: map[string]*state{},
+		locals: map[localKey]*localMask{}, none: &state{}}
 	c := closure{a: a, seen: map[frameKey]bool{}}
 	c.enter(root, nil)
 	a.first = a.intern(&c)
@@ -57,7 +60,7 @@ func (a *automaton) step(s *state, b byte) *state {
 
 	c := closure{a: a, seen: map[frameKey]bool{}}
 	for _, f := range s.frames {
-		if at := f.node.lexer.next(f.at, b); at != dead {
+		if at := f.node.step(f.at, b); at != dead {
 			c.lex(f.node, at, f.up)
 		}
 	}
@@ -79,6 +82,17 @@ func (a *automaton) forget() {
 	}
 	clear(a.states)
 	clear(a.frames)
+	clear(a.locals)
+}
+
+// after returns the state after the end of a frame's lexeme.
+func (a *automaton) after(f *frame) *state {
+	if f.then == nil {
+		c := closure{a: a, seen: map[frameKey]bool{}}
+		c.leave(f.up)
+		f.then = a.intern(&c)
+	}
+	return f.then
 }
 
 // intern returns the state of a closure.
@@ -105,7 +119,7 @@ func (a *automaton) intern(c *closure) *state {
 func (a *automaton) frame(key frameKey) *frame {
 	f := a.frames[key]
 	if f == nil {
-		f = &frame{key, a.nextID}
+		f = &frame{frameKey: key, id: a.nextID}
 		a.frames[key] = f
 		a.nextID++
 	}

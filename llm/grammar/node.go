@@ -9,6 +9,44 @@ type node struct {
 
 	// productive is whether any text matches, and done whether that has been established.
 	productive bool
+
+	cache []*lexerState // of the lexer, by number; nil until computed
+}
+
+// A lexerState caches the transitions of a lexer.
+type lexerState struct {
+	next    [256]int32 // unknown until computed
+	accepts bool
+}
+
+const unknown = -2
+
+// step returns the state of a lexeme's lexer after one more byte, or dead. The cache then has the new state.
+func (n *node) step(at int, b byte) int {
+	s := n.state(at)
+	if s.next[b] == unknown {
+		next := n.lexer.next(at, b)
+		s.next[b] = int32(next)
+		if next != dead {
+			n.state(next)
+		}
+	}
+	return int(s.next[b])
+}
+
+// state returns the cached state of a lexeme's lexer.
+func (n *node) state(at int) *lexerState {
+	for at >= len(n.cache) {
+		n.cache = append(n.cache, nil)
+	}
+	if n.cache[at] == nil {
+		s := &lexerState{accepts: n.lexer.accepts(at)}
+		for b := range s.next {
+			s.next[b] = unknown
+		}
+		n.cache[at] = s
+	}
+	return n.cache[at]
 }
 
 type kind uint8

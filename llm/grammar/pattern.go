@@ -19,6 +19,7 @@ type pattern struct {
 	length length
 	prog   *syntax.Prog
 	live   []lengths // by place: the possible numbers of characters of the rest of the text
+	steps  int       // that compiling took
 	states []patternState
 	ids    map[string]int
 }
@@ -185,7 +186,8 @@ func (p *pattern) findLengths() bool {
 		for place := range places {
 			following[pc] = append(following[pc], place)
 		}
-		if edges += len(places); edges*p.horizon() > mostSteps {
+		edges += len(places)
+		if p.steps = edges * p.horizon(); p.steps > mostSteps {
 			return false
 		}
 	}

@@ -175,9 +175,12 @@ func decodeValue(d *json.Decoder, depth int) (any, error) {
 type compiler struct {
 	document any
 	refs     map[string]*node
-	anything *node
 	nodes    int
 	depth    int
+	steps    int // that regular expressions took
+
+	// Nodes that are often needed.
+	anything, blank, integers, numbers *node
 }
 
 // failure is an error at a place in a schema.
@@ -600,6 +603,11 @@ func (c *compiler) text(o *object, where string) (*node, error) {
 	}
 
 	p, err := newPattern(expression, l)
+	if err == nil {
+		if c.steps += p.steps; c.steps > mostSteps {
+			err = errors.New("the regular expressions of the schema are too large together")
+		}
+	}
 	if err != nil {
 		return nil, failure(where, "%v", err)
 	}
@@ -636,15 +644,10 @@ func (c *compiler) number(o *object, t, where string) (*node, error) {
 	}
 
 	if len(bounds) == 0 {
-		expression := numberPattern
 		if t == "integer" {
-			expression = integerPattern
+			return memo(&c.integers, integerPattern), nil
 		}
-		p, err := newPattern("^("+expression+")$", length{0, -1})
-		if err != nil {
-			return nil, err
-		}
-		return newText(p, false), nil
+		return memo(&c.numbers, numberPattern), nil
 	}
 
 	low, high := bounds["minimum"], bounds["maximum"]
@@ -658,35 +661,41 @@ func (c *compiler) number(o *object, t, where string) (*node, error) {
 	return newLexeme(newNumber(scale, low, high, exclusiveLow, exclusiveHigh)), nil
 }
 
-// space is the optional white space between the tokens of JSON. It is limited, so that a model cannot write
-// white space forever.
-func space() *node {
-	p, err := newPattern("^( |\n{1,2}[ \t]{0,20})?$", length{0, -1})
-	if err != nil {
-		panic(err)
+// space returns the node for optional white space between the tokens of JSON. It is limited, so that a model
+// cannot write white space forever.
+func (c *compiler) space() *node { return memo(&c.blank, "( |\n{1,2}[ \t]{0,20})?") }
+
+// memo returns the node at a place for the texts that a regular expression matches. It is made the first time.
+func memo(n **node, expression string) *node {
+	if *n == nil {
+		p, err := newPattern("^("+expression+")$", length{0, -1})
+		if err != nil {
+			panic(err) // the expression is one of ours
+		}
+		*n = newText(p, false)
 	}
-	return newText(p, false)
+	return *n
 }
 
 func mark(text string) *node { return newLexeme(literal(text)) }
 
 // enclosed returns the node for a JSON array or object with the given marks and body.
-func enclosed(before string, body *node, after string) *node {
-	return newSequence(mark(before), space(), body, space(), mark(after))
+func (c *compiler) enclosed(before string, body *node, after string) *node {
+	return newSequence(mark(before), c.space(), body, c.space(), mark(after))
 }
 
 // comma returns the node for a comma and a further element.
-func comma(element *node) *node { return newSequence(mark(","), space(), element) }
+func (c *compiler) comma(element *node) *node { return newSequence(mark(","), c.space(), element) }
 
 // repeated returns the node for least to most elements separated by commas.
-func repeated(element *node, least, most int) *node {
+func (c *compiler) repeated(element *node, least, most int) *node {
 	if most == 0 {
 		if least > 0 {
 			return newChoice()
 		}
 		return newSequence()
 	}
-	rest := newSequence(element, newRepetition(comma(element), max(0, least-1), max(-1, most-1)))
+	rest := newSequence(element, newRepetition(c.comma(element), max(0, least-1), max(-1, most-1)))
 	if least == 0 {
 		return newChoice(rest, newSequence())
 	}
@@ -700,14 +709,11 @@ func (c *compiler) any() *node {
 	}
 
 	c.anything = newChoice()
-	number, err := c.number(&object{}, "number", "")
-	if err != nil {
-		panic(err)
-	}
+	number := memo(&c.numbers, numberPattern)
 	texts := newText(length{0, -1}, true)
 	c.anything.parts = []*node{
 		c.members(),
-		enclosed("[", repeated(c.anything, 0, -1), "]"),
+		c.enclosed("[", c.repeated(c.anything, 0, -1), "]"),
 		texts, number, mark("true"), mark("false"), mark("null"),
 	}
 	return c.anything
@@ -716,7 +722,7 @@ func (c *compiler) any() *node {
 // members returns the node for any object.
 func (c *compiler) members() *node {
 	key := newText(length{0, -1}, true)
-	return enclosed("{", repeated(newSequence(key, mark(":"), space(), c.any()), 0, -1), "}")
+	return c.enclosed("{", c.repeated(newSequence(key, mark(":"), c.space(), c.any()), 0, -1), "}")
 }
 
 // array returns the node for arrays.
@@ -764,14 +770,14 @@ func (c *compiler) array(o *object, where string) (*node, error) {
 		}
 	}
 	if len(prefix) == 0 {
-		return enclosed("[", repeated(further, least, most), "]"), nil
+		return c.enclosed("[", c.repeated(further, least, most), "]"), nil
 	}
 
 	// The elements are built from the last to the first. Each can be left out with all after it, if enough
 	// are before it.
 	body := newSequence()
 	if most < 0 || most > len(prefix) {
-		body = newRepetition(comma(further), max(0, least-len(prefix)), max(-1, most-len(prefix)))
+		body = newRepetition(c.comma(further), max(0, least-len(prefix)), max(-1, most-len(prefix)))
 	}
 	for i, p := range slices.Backward(prefix) {
 		if most >= 0 && i >= most {
@@ -782,14 +788,14 @@ func (c *compiler) array(o *object, where string) (*node, error) {
 			return nil, err
 		}
 		if i > 0 {
-			element = comma(element)
+			element = c.comma(element)
 		}
 		body = newSequence(element, body)
 		if i >= least {
 			body = newChoice(body, newSequence())
 		}
 	}
-	return enclosed("[", body, "]"), nil
+	return c.enclosed("[", body, "]"), nil
 }
 
 // A property is a property of an object.
@@ -861,27 +867,27 @@ func (c *compiler) object(o *object, where string) (*node, error) {
 		for _, p := range all {
 			names = append(names, p.name)
 		}
-		further = newSequence(newText(newOthers(names), true), mark(":"), space(), value)
+		further = newSequence(newText(newOthers(names), true), mark(":"), c.space(), value)
 	}
 
 	// The properties are built from the last to the first: once for the case that there is a property
 	// before them, and once for the case that there is none.
 	first, later := newSequence(), newSequence()
 	if further != nil {
-		first, later = repeated(further, 0, -1), newRepetition(comma(further), 0, -1)
+		first, later = c.repeated(further, 0, -1), newRepetition(c.comma(further), 0, -1)
 	}
 	for _, p := range slices.Backward(all) {
 		value, err := c.schema(p.value, where+"/properties/"+p.name)
 		if err != nil {
 			return nil, err
 		}
-		pair := newSequence(mark(canonical(p.name)+":"), space(), value)
-		withFirst, withLater := newSequence(pair, later), newSequence(comma(pair), later)
+		pair := newSequence(mark(canonical(p.name)+":"), c.space(), value)
+		withFirst, withLater := newSequence(pair, later), newSequence(c.comma(pair), later)
 		if p.required {
 			first, later = withFirst, withLater
 		} else {
 			first, later = newChoice(withFirst, first), newChoice(withLater, later)
 		}
 	}
-	return enclosed("{", first, "}"), nil
+	return c.enclosed("{", first, "}"), nil
 }

@@ -10,18 +10,22 @@ import (
 
 // A Vocabulary holds the texts of a model's tokens.
 type Vocabulary struct {
-	words int // of a mask
-	end   []int
-	texts [][]byte
-	trie  []branch
+	words   int // of a mask
+	longest int // number of bytes of the longest token
+	end     []int
+	texts   [][]byte
+	sorted  []int32 // tokens by text
+	trie    []branch
 }
 
-// A branch is a node of a tree of the tokens' bytes. The branches are in the order of a walk through the tree.
+// A branch is a node of a tree of the tokens' bytes. The branches are in the order of a walk through the tree,
+// which is the order of the sorted tokens.
 type branch struct {
-	depth  int32 // number of bytes before this one
-	next   int32 // branch after all that start with this one
-	tokens []int32
-	byte   byte
+	depth int32 // number of bytes before this one
+	next  int32 // branch after all that start with this one
+	first int32 // index of the first sorted token that ends here
+	count int32 // number of tokens that end here
+	byte  byte
 }
 
 // NewVocabulary returns a vocabulary. The element i of texts holds the bytes that the token i adds to a text.
@@ -35,13 +39,13 @@ func NewVocabulary(texts [][]byte, end []int) *Vocabulary {
 		}
 	}
 
-	var sorted []int32
 	for id, t := range v.texts {
 		if len(t) > 0 {
-			sorted = append(sorted, int32(id))
+			v.sorted = append(v.sorted, int32(id))
+			v.longest = max(v.longest, len(t))
 		}
 	}
-	slices.SortFunc(sorted, func(a, b int32) int {
+	slices.SortFunc(v.sorted, func(a, b int32) int {
 		return cmp.Or(bytes.Compare(v.texts[a], v.texts[b]), cmp.Compare(a, b))
 	})
 
@@ -53,23 +57,29 @@ func NewVocabulary(texts [][]byte, end []int) *Vocabulary {
 		path = path[:depth]
 	}
 	var last []byte
-	for _, id := range sorted {
+	for i, id := range v.sorted {
 		text := v.texts[id]
 		common := 0
 		for common < len(last) && common < len(text) && last[common] == text[common] {
 			common++
 		}
 		leave(common)
-		for i := common; i < len(text); i++ {
+		for depth := common; depth < len(text); depth++ {
 			path = append(path, int32(len(v.trie)))
-			v.trie = append(v.trie, branch{depth: int32(i), byte: text[i]})
+			v.trie = append(v.trie, branch{depth: int32(depth), byte: text[depth], first: int32(i)})
 		}
-		b := &v.trie[path[len(path)-1]]
-		b.tokens = append(b.tokens, id)
+		v.trie[path[len(path)-1]].count++
 		last = text
 	}
 	leave(0)
 	return v
+}
+
+// add adds the tokens that end at a branch to a mask.
+func (v *Vocabulary) add(mask []uint64, b *branch) {
+	for _, id := range v.sorted[b.first:][:b.count] {
+		mask[id/64] |= 1 << (id % 64)
+	}
 }
 
 // A Matcher finds the tokens that can follow in texts of a grammar. It can be used by several goroutines.
@@ -157,7 +167,7 @@ func (c *Constraint) Allowed() ([]uint64, error) {
 	return nil, fmt.Errorf("grammar: the model's vocabulary has no token that can follow")
 }
 
-// find walks through the vocabulary to find the tokens that can follow in a state.
+// find returns the tokens that can follow in a state.
 func (m *Matcher) find(a *automaton, from *state) []uint64 {
 	v := m.vocabulary
 	mask := make([]uint64, v.words)
@@ -167,23 +177,89 @@ func (m *Matcher) find(a *automaton, from *state) []uint64 {
 		}
 	}
 
-	path := append(m.path[:0], from) // path[i] is the state after i bytes
-	for i := 0; i < len(v.trie); {
+	for _, f := range from.frames {
+		l := m.local(a, f)
+		for i, bits := range l.mask {
+			mask[i] |= bits
+		}
+		if len(l.exits) == 0 || f.up == nil {
+			continue
+		}
+
+		then := a.after(f)
+		for _, exit := range l.exits {
+			m.walk(a, then, exit, mask)
+		}
+	}
+	return mask
+}
+
+// walk adds the tokens that start with the bytes up to a branch and can follow in a state, which has been
+// reached with these bytes.
+func (m *Matcher) walk(a *automaton, from *state, exit int32, mask []uint64) {
+	v := m.vocabulary
+	depth := v.trie[exit].depth + 1
+	path := append(m.path[:0], from) // path[i] is the state after i more bytes
+	for i := exit + 1; i < v.trie[exit].next; {
 		b := &v.trie[i]
-		path = path[:b.depth+1]
-		s := a.step(path[b.depth], b.byte)
+		path = path[:b.depth-depth+1]
+		s := a.step(path[len(path)-1], b.byte)
 		if s == a.none {
-			i = int(b.next)
+			i = b.next
 			continue
 		}
 		path = append(path, s)
-		for _, id := range b.tokens {
-			mask[id/64] |= 1 << (id % 64)
-		}
+		v.add(mask, b)
 		i++
 	}
 	m.path = path[:0]
-	return mask
+}
+
+// A localMask describes the tokens that can follow within a lexeme.
+type localMask struct {
+	mask []uint64
+	// exits are the branches at which the lexeme can end before the tokens do.
+	exits []int32
+}
+
+type localKey struct {
+	node *node
+	at   int
+}
+
+// local returns the tokens that can follow within a frame's lexeme. They do not depend on the frames above, so
+// that all strings, for example, share them.
+func (m *Matcher) local(a *automaton, f *frame) *localMask {
+	v, lexer := m.vocabulary, f.node.lexer
+	at := f.at
+	if t, ok := lexer.(*textLexer); ok {
+		at = t.similar(at, v.longest)
+	}
+	key := localKey{f.node, at}
+	if l := a.locals[key]; l != nil {
+		return l
+	}
+
+	l := &localMask{mask: make([]uint64, v.words)}
+	path := []int{at} // path[i] is the lexer's state after i bytes
+	for i := int32(0); i < int32(len(v.trie)); {
+		b := &v.trie[i]
+		path = path[:b.depth+1]
+		s := f.node.step(path[b.depth], b.byte)
+		if s == dead {
+			i = b.next
+			continue
+		}
+		path = append(path, s)
+		v.add(l.mask, b)
+		if b.next > i+1 && f.node.cache[s].accepts {
+			l.exits = append(l.exits, i)
+		}
+		i++
+	}
+	a.locals[key] = l
+	m.masks++
+	return l
 }
 
 // Accept adds a token to the text. It returns an error, and changes nothing, for a token that is not allowed.

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/kasmina-go/kasmina/llm/grammar"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
@@ -22,6 +23,8 @@ type job struct {
 	end     []int    // tokens that end an answer
 	tools   bool     // whether to look for tool calls
 	oneTool bool     // whether the first call ends the answer
+
+	matcher *grammar.Matcher // of the texts that the request permits, or nil
 }
 
 // A choice describes one answer to a request.
@@ -161,6 +164,9 @@ func (s *Server) answer(ctx context.Context, j *job, i int, emit func(piece) err
 		return err
 	}
 	draw.Observe(c.prompt...)
+	if j.matcher != nil {
+		draw.Constrain(j.matcher.New())
+	}
 	decoder := j.model.Tokenizer.NewDecoder(true)
 	if err := decoder.Prime(c.prompt); err != nil {
 		return err
@@ -194,6 +200,10 @@ func (s *Server) answer(ctx context.Context, j *job, i int, emit func(piece) err
 					break
 				}
 				return err
+			}
+			if draw.Done() {
+				end.reason = endStop
+				break
 			}
 		}
 	}

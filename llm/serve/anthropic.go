@@ -3,18 +3,18 @@ package serve
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"math"
 	"net/http"
+	"slices"
 	"strings"
 )
 
 // unsupportedByMessages are the parameters of Anthropic's API that would change the answer.
 var unsupportedByMessages = map[string]string{
-	"thinking":      `{"type":"disabled"}`,
-	"output_format": "",
-	"output_config": "",
-	"mcp_servers":   "[]",
-	"container":     "",
+	"thinking":    `{"type":"disabled"}`,
+	"mcp_servers": "[]",
+	"container":   "",
 }
 
 // messagesFormat is the format of /v1/messages.
@@ -133,6 +133,8 @@ func (s *Server) parseMessages(p *params) (*job, format, error) {
 
 	c := p.sampling(j.model)
 	p.refuse(unsupportedByMessages)
+	w := p.readOutput()
+	p.readCalls(j, &w, con)
 	if p.err != nil {
 		return nil, nil, p.err
 	}
@@ -141,8 +143,34 @@ func (s *Server) parseMessages(p *params) (*job, format, error) {
 	if err != nil {
 		return nil, nil, err
 	}
+	if err := s.constrain(j, w); err != nil {
+		return nil, nil, err
+	}
 	j.addChoices(p, 1, prompt, limit, c, "messages")
 	return j, &messagesFormat{job: j, id: newID("msg_")}, p.err
+}
+
+// readOutput reads the parameters of Anthropic's API that restrict the answer.
+func (p *params) readOutput() (w wanted) {
+	if p.has("output_format") {
+		var f answerFormat
+		p.decode("output_format", "an object with a type", &f)
+		p.readFormat(&w, "output_format", f)
+	}
+
+	var config map[string]json.RawMessage
+	p.decode("output_config", "an object", &config)
+	for _, name := range slices.Sorted(maps.Keys(config)) {
+		var f answerFormat
+		switch value := config[name]; {
+		case isNull(value), name == "effort":
+		case name == "format" && json.Unmarshal(value, &f) == nil:
+			p.readFormat(&w, "output_config", f)
+		default:
+			p.fail("output_config", "this server does not support %.40s: leave it out", name)
+		}
+	}
+	return w
 }
 
 // countTokens answers with the number of tokens of a conversation.
@@ -206,36 +234,42 @@ func (c *conversation) readMessageTools(p *params, j *job) {
 		Description string          `json:"description,omitempty"`
 		Parameters  json.RawMessage `json:"parameters"`
 	}
-	type tool struct {
+	type openAITool struct {
 		Type     string   `json:"type"`
 		Function function `json:"function"`
 	}
-	var all []tool
+	var all []openAITool
 	for i, t := range tools {
 		if t.Name == "" || isNull(t.InputSchema) || t.Type != "" && t.Type != "custom" {
 			p.fail("tools", "tool %d has no name or no input_schema, or is one that the server would have to "+
 				"run itself", i)
 			return
 		}
-		all = append(all, tool{"function", function{t.Name, t.Description, t.InputSchema}})
+		all = append(all, openAITool{"function", function{t.Name, t.Description, t.InputSchema}})
+		c.known = append(c.known, tool{t.Name, t.InputSchema})
 	}
 	if all != nil {
 		c.tools = encode(all)
 	}
 
 	choice := struct {
-		Type string
-		One  bool `json:"disable_parallel_tool_use"`
+		Type, Name string
+		One        bool `json:"disable_parallel_tool_use"`
 	}{Type: "auto"}
 	p.decode("tool_choice", "an object", &choice)
 	j.oneTool = choice.One
-	switch choice.Type {
-	case "auto":
-	case "none":
+	switch {
+	case choice.Type == "auto":
+	case choice.Type == "none":
 		c.tools = nil
+	case c.tools == nil:
+		p.fail("tool_choice", "there are no tools")
+	case choice.Type == "any":
+		c.forced = new(string)
+	case choice.Type == "tool" && choice.Name != "":
+		c.forced = &choice.Name
 	default:
-		p.fail("tool_choice", "its type is %.40q, and this server cannot force a tool call: want \"auto\" or "+
-			"\"none\"", choice.Type)
+		p.fail("tool_choice", `its type is %.40q, want "auto", "any", "none", or "tool" with a name`, choice.Type)
 	}
 }
 

@@ -13,6 +13,8 @@ type conversation struct {
 	model     *Model
 	messages  json.RawMessage // an array, as in OpenAI's API
 	tools     json.RawMessage // nil without tools
+	known     []tool          // the same tools
+	forced    *string         // name of the tool that must be called, or "" for any; nil if none must be
 	variables map[string]any
 	unended   bool // whether the answer continues the last message
 }
@@ -21,7 +23,7 @@ type conversation struct {
 func (c *conversation) readTools(p *params) {
 	var tools []struct {
 		Type     string
-		Function struct{ Name string }
+		Function tool
 	}
 	p.decode("tools", "an array of tools", &tools)
 	for i, t := range tools {
@@ -29,6 +31,7 @@ func (c *conversation) readTools(p *params) {
 			p.fail("tools", `tool %d is not a function with a name: want {"type":"function","function":{`+
 				`"name":…}}`, i)
 		}
+		c.known = append(c.known, t.Function)
 	}
 	if len(tools) > 0 {
 		c.tools = p.all["tools"]
@@ -39,13 +42,26 @@ func (c *conversation) readTools(p *params) {
 	}
 	var choice string
 	json.Unmarshal(p.all["tool_choice"], &choice)
-	switch choice {
-	case "auto":
-	case "none":
+	var one struct {
+		Type     string
+		Function struct{ Name string }
+	}
+	if choice == "" {
+		p.decode("tool_choice", "a string or an object", &one)
+	}
+	switch {
+	case choice == "auto":
+	case choice == "none":
 		c.tools = nil
+	case choice == "required" && c.tools != nil:
+		c.forced = new(string)
+	case choice == "" && one.Type == "function" && one.Function.Name != "" && c.tools != nil:
+		c.forced = &one.Function.Name
+	case c.tools == nil:
+		p.fail("tool_choice", "there are no tools")
 	default:
-		p.fail("tool_choice", "it is %.60s, and this server cannot force a tool call: want \"auto\" or "+
-			"\"none\"", p.all["tool_choice"])
+		p.fail("tool_choice", `it is %.60s, want "auto", "none", "required" or {"type":"function","function":`+
+			`{"name":…}}`, p.all["tool_choice"])
 	}
 }
 

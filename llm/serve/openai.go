@@ -13,7 +13,6 @@ import (
 // unsupported are the parameters of OpenAI's API, and of other servers with that API, that would change
 // the answer, with the values that change nothing.
 var unsupported = map[string]string{
-	"response_format":        `{"type":"text"}`,
 	"best_of":                "1",
 	"suffix":                 `""`,
 	"use_beam_search":        "false",
@@ -25,11 +24,7 @@ var unsupported = map[string]string{
 	"web_search_options":     "",
 	"prompt_logprobs":        "0",
 	"typical_p":              "1 1.0",
-	"grammar":                `""`,
-	"json_schema":            "",
-	"guided_json":            "",
 	"guided_regex":           "",
-	"guided_choice":          "",
 	"guided_grammar":         "",
 	"structured_outputs":     "",
 	"mirostat":               "0",
@@ -310,12 +305,17 @@ func (s *Server) parseChat(p *params) (*job, format, error) {
 	}
 
 	n, limit := p.integer("n", 1, 1, maxChoices), p.limit(math.MaxInt32, 1)
+	w := p.readWanted()
+	p.readCalls(j, &w, &con)
 	if p.err != nil {
 		return nil, nil, p.err
 	}
 
 	prompt, err := con.encode()
 	if err != nil {
+		return nil, nil, err
+	}
+	if err := s.constrain(j, w); err != nil {
 		return nil, nil, err
 	}
 	j.addChoices(p, n, prompt, limit, c, "messages")
@@ -403,10 +403,14 @@ func (s *Server) parseText(p *params) (*job, format, error) {
 	if echo && f.logProbs {
 		p.fail("echo", "this server has no log-probabilities of prompts: leave out echo or logprobs")
 	}
+	w := p.readWanted()
 	if p.err != nil {
 		return nil, nil, p.err
 	}
 
+	if err := s.constrain(j, w); err != nil {
+		return nil, nil, err
+	}
 	prompts, err := j.model.prompts(p.all["prompt"])
 	if err != nil {
 		return nil, nil, err

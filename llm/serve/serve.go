@@ -53,10 +53,12 @@ type Server struct {
 	options Options
 	models  []*Model
 	keys    [][]byte // hashes
-	slots   *slots
-	metrics metrics
-	handler http.Handler
-	started time.Time
+
+	matchers map[*Model]*matchers
+	slots    *slots
+	metrics  metrics
+	handler  http.Handler
+	started  time.Time
 }
 
 //go:embed page
@@ -82,7 +84,8 @@ func New(o Options, models ...*Model) (*Server, error) {
 		return nil, errors.New("serve: New: an API key is empty")
 	}
 
-	s := &Server{options: o, slots: newSlots(o.Slots, max(0, o.Queue)), started: time.Now()}
+	s := &Server{options: o, slots: newSlots(o.Slots, max(0, o.Queue)), started: time.Now(),
+		matchers: map[*Model]*matchers{}}
 	for _, m := range models {
 		if err := m.check(); err != nil {
 			return nil, fmt.Errorf("serve: New: %w", err)
@@ -90,7 +93,7 @@ func New(o Options, models ...*Model) (*Server, error) {
 		if s.model(m.Name) != nil {
 			return nil, fmt.Errorf("serve: New: two models have the name %q", m.Name)
 		}
-		s.models = append(s.models, m)
+		s.models, s.matchers[m] = append(s.models, m), &matchers{model: m}
 	}
 
 	for _, key := range o.Keys {
