@@ -82,7 +82,6 @@ func (a *automaton) forget() {
 	}
 	clear(a.states)
 	clear(a.frames)
-	clear(a.locals)
 }
 
 // after returns the state after the end of a frame's lexeme.

@@ -19,7 +19,7 @@ type numberLexer struct {
 	scale     int
 	digits    int      // before the decimal point
 	low, high *big.Int // in units of 10^-scale; nil without a bound
-	texts     []string
+	texts     []string // by state; see shape
 	ids       map[string]int
 }
 
@@ -88,7 +88,7 @@ func (n *numberLexer) contains(low, high *big.Int) bool {
 
 // parse splits a text, which next has built, into its parts.
 func (n *numberLexer) parse(text string) (negative bool, whole, fraction string, point bool) {
-	text, negative = strings.CutPrefix(text, "-")
+	text, negative = strings.CutPrefix(strings.TrimPrefix(text, free), "-")
 	whole, fraction, point = strings.Cut(text, ".")
 	return negative, whole, fraction, point
 }
@@ -112,20 +112,50 @@ func (n *numberLexer) next(state int, b byte) int {
 	}
 
 	text += string(b)
-	if !n.possible(text) {
+	possible, certain := n.possible(text)
+	if !possible {
 		return dead
+	}
+	if certain {
+		text = shape(text)
 	}
 	return n.intern(text)
 }
 
-// possible reports whether a number within the bounds starts with the text.
-func (n *numberLexer) possible(text string) bool {
+// free is the start of a shape.
+const free = "*"
+
+// shape returns a text for all numbers of the same form. It stands for numbers that are within the bounds
+// whatever follows, so that there are only a few states.
+func shape(text string) string {
+	digits := strings.Map(func(r rune) rune {
+		if r >= '0' && r <= '9' {
+			return '1'
+		}
+		return r
+	}, strings.TrimPrefix(text, free))
+	if strings.HasPrefix(text, "0") || strings.HasPrefix(text, "-0") || strings.HasPrefix(text, free+"0") ||
+		strings.HasPrefix(text, free+"-0") {
+		digits = strings.Replace(digits, "1", "0", 1)
+	}
+	return free + digits
+}
+
+// possible reports whether a number within the bounds starts with the text, and whether all numbers that do
+// are certain to be within the bounds.
+func (n *numberLexer) possible(text string) (possible, certain bool) {
 	negative, whole, fraction, point := n.parse(text)
+	if strings.HasPrefix(text, free) {
+		return !(negative && whole == "0" && n.scale == 0), true
+	}
+	certain = true
 	within := func(low, high *big.Int) bool {
 		if negative {
 			low, high = new(big.Int).Neg(high), new(big.Int).Neg(low)
 		}
-		return n.contains(low, high)
+		possible = possible || n.contains(low, high)
+		certain = certain && n.contains(low, low) && n.contains(high, high)
+		return possible && !certain
 	}
 
 	one := big.NewInt(1)
@@ -138,29 +168,32 @@ func (n *numberLexer) possible(text string) bool {
 
 	switch {
 	case whole == "" && n.scale == 0: // JSON knows -0, but not every program does
-		return within(one, n.largest())
+		within(one, n.largest())
+		return possible, false
 	case whole == "":
-		return within(new(big.Int), n.largest())
+		within(new(big.Int), n.largest())
+		return possible, false
 	case negative && whole == "0" && n.scale == 0:
-		return false
+		return false, false
 	case point:
-		return within(span(whole+fraction, n.scale-len(fraction)))
+		within(span(whole+fraction, n.scale-len(fraction)))
+		return possible, certain
 	}
 	for more := 0; len(whole)+more <= n.digits; more++ {
-		if within(span(whole, more+n.scale)) {
-			return true
-		}
-		if whole == "0" {
+		if enough := within(span(whole, more+n.scale)); enough || whole == "0" {
 			break
 		}
 	}
-	return false
+	return possible, certain
 }
 
 func (n *numberLexer) accepts(state int) bool {
 	negative, whole, fraction, point := n.parse(n.texts[state])
 	if whole == "" || point && fraction == "" {
 		return false
+	}
+	if strings.HasPrefix(n.texts[state], free) {
+		return true
 	}
 	x, _ := new(big.Int).SetString(whole+fraction+strings.Repeat("0", n.scale-len(fraction)), 10)
 	if negative {

@@ -112,12 +112,11 @@ func (m *Matcher) reset() bool {
 	return true
 }
 
-// The largest numbers of frames, states and masks that a matcher keeps. A text of 1,000 characters with a
-// limited length takes 1,000 states.
+// Limits for what a matcher keeps. A text of 1,000 characters with a limited length takes 1,000 states.
 const (
 	mostFrames = 1 << 17
 	mostStates = 1 << 13
-	mostMasks  = 1 << 9
+	mostBytes  = 32 << 20 // of the masks of states, and as much for those of lexemes
 )
 
 // New returns a constraint for a new text.
@@ -152,9 +151,13 @@ func (c *Constraint) Allowed() ([]uint64, error) {
 	}
 
 	if c.state.mask == nil {
-		if a := c.automaton; len(a.frames) > mostFrames || len(a.states) > mostStates || m.masks >= mostMasks {
+		a, size := c.automaton, 8*m.vocabulary.words
+		if len(a.frames) > mostFrames || len(a.states) > mostStates || m.masks*size > mostBytes {
 			a.forget()
 			m.masks = 0
+		}
+		if len(a.locals)*size > mostBytes {
+			clear(a.locals)
 		}
 		c.state.mask = m.find(c.automaton, c.state)
 		m.masks++
@@ -258,7 +261,6 @@ func (m *Matcher) local(a *automaton, f *frame) *localMask {
 		i++
 	}
 	a.locals[key] = l
-	m.masks++
 	return l
 }
 
