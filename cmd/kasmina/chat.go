@@ -16,6 +16,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/term"
 
+	"github.com/kasmina-go/kasmina/llm/grammar"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/serve"
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
@@ -76,7 +77,11 @@ func (o *chatOptions) run(c *cobra.Command) error {
 	if err := o.checkSampling(c, how); err != nil {
 		return err
 	}
-	t := &talk{model: m, system: o.system, n: o.n, sampling: how, out: c.OutOrStdout(), err: c.ErrOrStderr()}
+	matcher, err := o.matcher(m.Tokenizer, m.Vocab, m.End)
+	if err != nil {
+		return err
+	}
+	t := &talk{model: m, matcher: matcher, system: o.system, n: o.n, sampling: how, out: c.OutOrStdout(), err: c.ErrOrStderr()}
 	if m.Template == nil {
 		if o.system != "" {
 			return fmt.Errorf("--system needs a chat template, and the model has none that can be used: %w",
@@ -90,6 +95,7 @@ func (o *chatOptions) run(c *cobra.Command) error {
 // A talk is a conversation in the terminal.
 type talk struct {
 	model    *serve.Model
+	matcher  *grammar.Matcher // of the answers, or nil
 	system   string
 	n        int // largest number of tokens of an answer
 	sampling sampler.Config
@@ -185,6 +191,9 @@ func (t *talk) answer(ctx context.Context, text string) error {
 	}
 	t.sampling.Seed++
 	draw.Observe(prompt...)
+	if t.matcher != nil {
+		draw.Constrain(t.matcher.New())
+	}
 
 	n := min(t.n, t.model.Context-len(prompt))
 	drawn := 0

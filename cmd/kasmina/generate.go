@@ -6,11 +6,13 @@ import (
 	"io"
 	"iter"
 	"math"
+	"os"
 	"slices"
 
 	"github.com/spf13/cobra"
 
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/grammar"
 	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
@@ -26,6 +28,7 @@ type generateOptions struct {
 	topK        int
 	seed        uint64
 	chat        bool
+	schema      string // file
 }
 
 func newGenerate() *cobra.Command { return new(generateOptions).command() }
@@ -69,6 +72,23 @@ func (o *generateOptions) samplingFlags(c *cobra.Command, n int) {
 		"draw from the most likely tokens that together reach this probability; 0 selects the most likely token; "+
 			"-1 uses generation_config.json")
 	f.Uint64VarP(&o.seed, "seed", "s", 1, "random seed")
+	f.StringVar(&o.schema, "json-schema", "", "`file` with a JSON schema that the generated text must match")
+}
+
+// matcher returns the matcher for the texts that --json-schema permits, or nil without it.
+func (o *generateOptions) matcher(t grammar.Tokenizer, tokens int, end []int) (*grammar.Matcher, error) {
+	if o.schema == "" {
+		return nil, nil
+	}
+	text, err := os.ReadFile(o.schema)
+	if err != nil {
+		return nil, fmt.Errorf("--json-schema: %w", err)
+	}
+	g, err := grammar.Schema(text)
+	if err != nil {
+		return nil, fmt.Errorf("--json-schema: %s: %w", o.schema, err)
+	}
+	return grammar.VocabularyOf(t, tokens, end).Matcher(g)
 }
 
 func (o *generateOptions) run(c *cobra.Command) error {
@@ -121,6 +141,13 @@ func (o *generateOptions) run(c *cobra.Command) error {
 	}
 
 	s.Observe(prompt...)
+	m, err := o.matcher(tok, tok.VocabSize(), f.Generation.End)
+	if err != nil {
+		return err
+	}
+	if m != nil {
+		s.Constrain(m.New())
+	}
 	write := func(g *llm.Generator) error {
 		return o.write(c, g.Generate(c.Context(), prompt, o.n, s), tok.NewDecoder(true), prompt, shown, f.Generation.End)
 	}

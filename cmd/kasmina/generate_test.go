@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -112,4 +113,26 @@ func TestSaveIsCheckedFirst(t *testing.T) {
 		require.ErrorContains(t, err, "vocab.json")
 		require.NoFileExists(t, filepath.Join(out, "config.json"))
 	}
+}
+
+// TestJSONSchema checks that generated texts and answers match a schema, and that an unsupported one is refused.
+func TestJSONSchema(t *testing.T) {
+	schema := filepath.Join(t.TempDir(), "schema.json")
+	require.NoError(t, os.WriteFile(schema, []byte(`{"type":"object","properties":{"size":{"enum":["small","large"]},`+
+		`"count":{"type":"integer","minimum":1,"maximum":9}},"required":["size","count"]}`), 0o600))
+	var answer struct {
+		Size  string
+		Count int
+	}
+	out, err := kasmina(t, "generate", "--model", tiny, "-p", "Permission", "-t", "1", "--json-schema", schema)
+	require.NoError(t, err)
+	require.NoError(t, json.Unmarshal([]byte(strings.TrimPrefix(out, "Permission")), &answer), out)
+	require.Contains(t, []string{"small", "large"}, answer.Size)
+	require.Contains(t, []int{1, 2, 3, 4, 5, 6, 7, 8, 9}, answer.Count)
+
+	require.NoError(t, os.WriteFile(schema, []byte(`{"type":"array","uniqueItems":true}`), 0o600))
+	_, err = kasmina(t, "generate", "--model", tiny, "-p", "Permission", "--json-schema", schema)
+	require.ErrorContains(t, err, "uniqueItems")
+	_, err = kasmina(t, "chat", "--model", tiny, "--json-schema", schema)
+	require.ErrorContains(t, err, "uniqueItems")
 }
