@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"regexp"
 	"regexp/syntax"
 	"slices"
@@ -183,9 +184,7 @@ func (p *pattern) findLengths() bool {
 		}
 		places, ends := p.from(p.prog.Inst[pc].Out, false)
 		last[pc] = ends
-		for place := range places {
-			following[pc] = append(following[pc], place)
-		}
+		following[pc] = slices.Sorted(maps.Keys(places))
 		edges += len(places)
 		if p.steps = edges * p.horizon(); p.steps > mostSteps {
 			return false
