@@ -2,12 +2,14 @@ package autodiff
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 
 	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -18,6 +20,8 @@ type inner struct {
 
 	mu sync.Mutex
 	vm *cpuops.Machine
+
+	matrices map[*gorgonia.Node]*gemm.Compact // inputs in compact form that vm reads
 }
 
 // do runs the graph on the input values in, at least one per graph input, and writes the concatenated
@@ -26,8 +30,21 @@ func (r *inner) do(in opbase.Args, eval bool, out any) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 
-	if r.vm == nil {
-		opts := []cpuops.Option{cpuops.WithOutputs(r.outputs...)}
+	matrices := map[*gorgonia.Node]*gemm.Compact{}
+	for i, n := range r.inputs {
+		if w := in.CompactWeights(i); w != nil {
+			matrices[n] = w
+		}
+	}
+
+	if r.vm == nil || !maps.Equal(matrices, r.matrices) {
+		opts := []cpuops.Option{cpuops.WithOutputs(r.outputs...), cpuops.WithMatrices(matrices)}
+		if r.vm != nil {
+			if err := r.vm.Close(); err != nil {
+				return err
+			}
+		}
+		r.matrices = matrices
 		if eval {
 			opts = append(opts, cpuops.WithEvalMode())
 		}
@@ -39,6 +56,9 @@ func (r *inner) do(in opbase.Args, eval bool, out any) error {
 
 	defer r.release()
 	for i, n := range r.inputs {
+		if matrices[n] != nil {
+			continue
+		}
 		if err := gorgonia.Let(n, opbase.ValueOf(in[i], n.Shape())); err != nil {
 			return fmt.Errorf("input %d: %w", i, err)
 		}
@@ -76,6 +96,11 @@ func (r *inner) release() {
 		// the next user. A number takes the tensor's place instead.
 		_ = gorgonia.UnsafeLet(n, 0.0)
 	}
+}
+
+// readsCompact reports whether all ops of the graph that read input i can read it in compact form.
+func (r *inner) readsCompact(i int) bool {
+	return i < len(r.inputs) && len(r.outputs) > 0 && cpuops.CanBeCompact(r.outputs[0].Graph(), r.inputs[i])
 }
 
 // setTraining sets the mode of the ops in the graph.

@@ -176,6 +176,9 @@ func recomputeForward[T cpu.Float](o *RecomputeOp, out []T, in opbase.Args) erro
 	return o.run.do(in, o.eval, out)
 }
 
+// ReadsCompact reports whether the inner graph can read a weight in compact form.
+func (o *RecomputeOp) ReadsCompact(input int) bool { return o.run.readsCompact(input) }
+
 // SetTraining passes the machine's mode on to the inner ops.
 func (o *RecomputeOp) SetTraining(training bool) error {
 	if o.Output == nil {
@@ -286,6 +289,9 @@ type RecomputeGradOp struct {
 
 	run inner
 }
+
+// ReadsCompact reports whether the inner graph can read a weight in compact form.
+func (o *RecomputeGradOp) ReadsCompact(input int) bool { return o.run.readsCompact(input) }
 
 // recomputeBackward runs the second inner graph. The last argument is the output of the forward op, which
 // the graph computes again.

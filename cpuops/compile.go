@@ -98,15 +98,15 @@ type program struct {
 // compiler turns a graph into a program.
 type compiler struct {
 	*program
-	keep    map[*gorgonia.Node]bool
-	layers  graph.Layers
-	weights *Weights // matrices in a compact type; may be nil
-	rules   variantrule.Rules
-	warned  map[string]bool // messages about rules
+	keep   map[*gorgonia.Node]bool
+	layers graph.Layers
+	matrix func(*gorgonia.Node) (*gemm.Compact, error) // returns an input's compact matrix, or nil
+	rules  variantrule.Rules
+	warned map[string]bool // messages about rules
 }
 
 func compile(g *gorgonia.ExprGraph, config config) (*program, error) {
-	c := &compiler{keep: map[*gorgonia.Node]bool{}, rules: config.rules, weights: config.weights, warned: map[string]bool{},
+	c := &compiler{keep: map[*gorgonia.Node]bool{}, rules: config.rules, matrix: config.matrix, warned: map[string]bool{},
 		program: &program{values: map[*gorgonia.Node]*value{},
 			sums: map[*gorgonia.Node]*gradientSum{}}}
 	results, grads := config.Results(g)
@@ -158,7 +158,7 @@ func (c *compiler) add(n *gorgonia.Node) error {
 	children := graph.Children(n)
 	if graph.IsInput(n) {
 		v.isInput = true
-		w, err := c.weights.of(n)
+		w, err := c.matrix(n)
 		switch {
 		case err != nil:
 			return err

@@ -53,6 +53,8 @@ type config struct {
 	monitor int
 	weights *Weights
 	rules   variantrule.Rules
+
+	matrices map[*gorgonia.Node]*gemm.Compact // by input
 }
 
 // Option configures [NewMachine].

@@ -3,6 +3,8 @@ package cpuops
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 
 	"gorgonia.org/gorgonia"
@@ -26,20 +28,44 @@ const (
 	// Q8 is llama.cpp's q8_0. It holds 32 neighbors in a row in 34 bytes, as multiples of their largest
 	// magnitude divided by 127.
 	Q8 WeightType = WeightType(gemm.Q8)
+	// Float8 holds a weight as an E4M3 byte, with a float32 scale for each row. Float8 and NF4 suit frozen
+	// weights during training. With few rows, products are slow.
+	Float8 WeightType = WeightType(gemm.Float8)
+	// NF4 holds a weight in 4 bits: bitsandbytes' NormalFloat, with a scale for each 64 neighbors, and
+	// with these scales in 8 bits ("double quantization"). A weight takes 4.13 bits altogether.
+	NF4 WeightType = WeightType(gemm.NF4)
 )
 
-// String returns the type's name: f32, bf16 or q8_0.
+// weightTypes lists all types.
+var weightTypes = []WeightType{Float32, BFloat16, Q8, Float8, NF4}
+
+// String returns the type's name: f32, bf16, q8_0, f8 or nf4.
 func (t WeightType) String() string { return gemm.CompactType(t).String() }
+
+// Bits returns the number of bits of a weight, including its share of the scales in a large matrix.
+func (t WeightType) Bits() float64 {
+	switch t {
+	case BFloat16:
+		return 16
+	case Q8:
+		return 8.5
+	case Float8:
+		return 8
+	case NF4:
+		return 4 + 8./64 + 32./(64*256)
+	}
+	return 32
+}
 
 // UnmarshalText sets t to the type with the given name.
 func (t *WeightType) UnmarshalText(name []byte) error {
-	for _, x := range []WeightType{Float32, BFloat16, Q8} {
+	for _, x := range weightTypes {
 		if strings.EqualFold(string(name), x.String()) {
 			*t = x
 			return nil
 		}
 	}
-	return fmt.Errorf("the type of weights is %.20q, want f32, bf16 or q8_0", name)
+	return fmt.Errorf("the type of weights is %.20q, want f32, bf16, q8_0, f8 or nf4", name)
 }
 
 // Weights holds matrices of a model in a compact form, for machines that only read them (see
@@ -47,8 +73,8 @@ func (t *WeightType) UnmarshalText(name []byte) error {
 // float32 too. With few rows, a product takes as long as reading the weights, so compact weights make it
 // faster.
 //
-// Each element of a product is summed in an order that does not depend on the number of rows. The zero value
-// has no matrices.
+// Unless the type is Float8 or NF4, each element of a product is summed in an order that does not depend on
+// the number of rows. The zero value has no matrices.
 type Weights struct {
 	slab     cpu.Slab
 	matrices map[string]*gemm.Compact
@@ -62,14 +88,53 @@ func (w *Weights) Bytes() (n int) {
 	return n
 }
 
+// Names returns the names of the matrices in alphabetical order.
+func (w *Weights) Names() []string {
+	if w == nil {
+		return nil
+	}
+	return slices.Sorted(maps.Keys(w.matrices))
+}
+
+// Matrix returns the type and the shape of a matrix. ok is false if there is no matrix with this name.
+func (w *Weights) Matrix(name string) (t WeightType, rows, width int, ok bool) {
+	m := w.Compact(name)
+	if m == nil {
+		return 0, 0, 0, false
+	}
+	return WeightType(m.Type), m.Out, m.In, true
+}
+
+// Has reports whether there is a matrix with the given name.
+func (w *Weights) Has(name string) bool { return w.Compact(name) != nil }
+
+// Rows writes rows [from, to) of a matrix to y, as float32.
+func (w *Weights) Rows(name string, y []float32, from, to int) error {
+	m := w.Compact(name)
+	if m == nil || from < 0 || to > m.Out || from > to || len(y) < (to-from)*m.In {
+		return fmt.Errorf("cpuops.Weights.Rows: there are no rows %d to %d of a matrix %.100q, or y has no room "+
+			"for them", from, to, name)
+	}
+	m.Rows(y, from, to)
+	return nil
+}
+
+// Compact returns a matrix, or nil if there is none with this name.
+func (w *Weights) Compact(name string) *gemm.Compact {
+	if w == nil {
+		return nil
+	}
+	return w.matrices[name]
+}
+
 // Add adds a matrix of the given type for the parameter with the given name. It calls read once, which must pass all
 // elements, row by row and in parts of any size, to put. It returns an error if an element is not finite or
 // exceeds the range of the type.
 func (w *Weights) Add(t WeightType, name string, rows, width int,
 	read func(put func(part []float32) error) error) error {
 	switch {
-	case t > Q8:
-		return fmt.Errorf("cpuops.Weights.Add: the type is %d, want Float32, BFloat16 or Q8", t)
+	case !slices.Contains(weightTypes, t):
+		return fmt.Errorf("cpuops.Weights.Add: the type is %d, want Float32, BFloat16, Q8, Float8 or NF4", t)
 	case read == nil || rows < 1 || width < 1:
 		return errors.New("cpuops.Weights.Add: the matrix is empty or read is nil")
 	}
@@ -92,7 +157,7 @@ func (w *Weights) Add(t WeightType, name string, rows, width int,
 }
 
 // fillRows returns the number of rows of a matrix that are converted together.
-func fillRows(width int) int { return max(1, 1<<19/(32*width)) * 32 }
+func fillRows(width int) int { return max(1, 1<<19/(64*width)) * 64 }
 
 // A filling is a matrix that receives its elements in parts.
 type filling struct {
@@ -135,12 +200,19 @@ func (f *filling) finish() error {
 	if got, want := f.row*f.m.In+len(f.pending), f.m.Out*f.m.In; got != want {
 		return fmt.Errorf("it has %d elements, want %d×%d", got, f.m.Out, f.m.In)
 	}
-	return f.flush()
+	if err := f.flush(); err != nil {
+		return err
+	}
+	f.m.Finish()
+	return nil
 }
 
 // WithWeights makes inputs with the names of matrices in w read these instead of a value of the node.
-// Linear, SiLUMLP, GELUMLP, Embedding, LinearCrossEntropy and RowNorms can read them. Several machines can share the
-// weights.
+// Linear, AdaptedLinear, SiLUMLP, GELUMLP, Embedding, LinearCrossEntropy, LinearLogProbs and RowNorms can read
+// them, and so can the gradients of such ops with a frozen weight, as well as [autodiff.Recompute]. Several
+// machines can share the weights.
+//
+// [autodiff.Recompute]: https://pkg.go.dev/github.com/kasmina-go/kasmina/autodiff#Recompute
 func WithWeights(w *Weights) Option {
 	return func(c *config) error {
 		if w == nil {
@@ -176,13 +248,21 @@ func readsCompact(n *gorgonia.Node, operand int) bool {
 	return ok && o.ReadsCompact(operand)
 }
 
-// of returns the matrix for an input, or nil if the weights do not contain the input.
-func (w *Weights) of(n *gorgonia.Node) (*gemm.Compact, error) {
-	if w == nil {
-		return nil, nil
+// WithMatrices makes inputs read the given matrices instead of their values, as WithWeights does.
+func WithMatrices(matrices map[*gorgonia.Node]*gemm.Compact) Option {
+	return func(c *config) error {
+		c.matrices = matrices
+		return nil
 	}
-	m, ok := w.matrices[n.Name()]
-	if !ok {
+}
+
+// matrix returns the matrix for an input, or nil if there is none.
+func (c *config) matrix(n *gorgonia.Node) (*gemm.Compact, error) {
+	m := c.matrices[n]
+	if m == nil {
+		m = c.weights.Compact(n.Name())
+	}
+	if m == nil {
 		return nil, nil
 	}
 	if n.Dtype() != tensor.Float32 || !n.Shape().Eq(tensor.Shape{m.Out, m.In}) {
@@ -196,8 +276,9 @@ func (w *Weights) of(n *gorgonia.Node) (*gemm.Compact, error) {
 func checkCompact(n *gorgonia.Node, in []*value) error {
 	for i, v := range in {
 		if _, ok := v.flat.(*gemm.Compact); ok && !readsCompact(n, i) {
-			return fmt.Errorf("WithWeights: it reads %s, which only Linear, SiLUMLP, GELUMLP, Embedding, "+
-				"LinearCrossEntropy and RowNorms can read in compact form", graph.Describe(v.node))
+			return fmt.Errorf("WithWeights: it reads %s, which only Linear, AdaptedLinear, SiLUMLP, GELUMLP, "+
+				"Embedding, LinearCrossEntropy, LinearLogProbs and RowNorms can read in compact form",
+				graph.Describe(v.node))
 		}
 	}
 	return nil

@@ -137,7 +137,7 @@ func TestWeightsErrors(t *testing.T) {
 		err  error
 		want string
 	}{
-		{w.Add(9, "w", 1, 2, all(1, 2)), "want Float32, BFloat16 or Q8"},
+		{w.Add(9, "w", 1, 2, all(1, 2)), "want Float32, BFloat16, Q8, Float8 or NF4"},
 		{w.Add(cpuops.Q8, "w", 0, 2, all()), "is empty"},
 		{w.Add(cpuops.Q8, "w", 1, 2, nil), "read is nil"},
 		{w.Add(cpuops.Q8, "w", 1, 2, all(1)), "w: it has 1 elements, want 1×2"},
@@ -170,7 +170,7 @@ func TestWeightsErrors(t *testing.T) {
 	var typ cpuops.WeightType
 	require.NoError(t, typ.UnmarshalText([]byte("Q8_0")))
 	require.Equal(t, cpuops.Q8, typ)
-	require.ErrorContains(t, typ.UnmarshalText([]byte("q4")), "want f32, bf16 or q8_0")
+	require.ErrorContains(t, typ.UnmarshalText([]byte("q4")), "want f32, bf16, q8_0, f8 or nf4")
 }
 
 // TestRead checks that Read returns the elements of an output, and an error for any other node.

@@ -144,11 +144,11 @@ func (m *Model) adapted(a LoRA, start func(ParamSpec) func() float64) (next *Mod
 		return nil, err
 	}
 
-	next = &Model{Config: c, byName: map[string]int{}}
+	next = &Model{Config: c, Base: m.Base, byName: map[string]int{}}
 	for p := range c.Specs() {
 		v := m.Param(p.Name)
 		switch {
-		case v != nil:
+		case v != nil || m.Base.Has(p.Name):
 		case p.Deviation > 0:
 			v = newParamValue(m.Dtype(), p.Shape, start(p))
 		default:
@@ -174,7 +174,7 @@ func (m *Model) adapted(a LoRA, start func(ParamSpec) func() float64) (next *Mod
 
 // rowNorms writes ‖w + s·b·a‖ of each row of a target to norms.
 func (m *Model) rowNorms(target string, norms *tensor.Dense) {
-	writeRowNorms(norms, m.Param(m.Config.layerParam(target)), m.Param(target+block.EndingA), m.Param(target+block.EndingB),
+	writeRowNorms(norms, m.weight(m.Config.layerParam(target)), m.Param(target+block.EndingA), m.Param(target+block.EndingB),
 		m.Config.Adapter.ScaleOf(target))
 }
 
@@ -198,8 +198,8 @@ func rowNorms[T float32 | float64](norms, w, a, b []T, scale float64) {
 	layer.RowNorms(norms, w, b, p, q, r, scale)
 }
 
-// merged copies the weights, merges the adapters into the copies, and returns the result as a model. The
-// model must be locked.
+// merged copies the weights, merges the adapters into the copies, and returns the result as a model. Matrices
+// in Base become float32. The model must be locked.
 func (m *Model) merged() (*Model, error) {
 	c := m.Config
 	c.Adapter = LoRA{}
@@ -208,9 +208,9 @@ func (m *Model) merged() (*Model, error) {
 	c.Untied = c.Untied || m.Config.adapts(EmbeddingLayer) || m.Config.adapts(OutputLayer)
 	next := &Model{Config: c, byName: map[string]int{}}
 	for p := range c.Specs() {
-		v := m.Param(p.Name)
+		v := m.weight(p.Name)
 		if v == nil { // the layers were tied
-			v = m.Param(m.Config.headParam())
+			v = m.weight(m.Config.headParam())
 		}
 		next.byName[p.Name] = len(next.Params)
 		next.Params = append(next.Params, Param{p.Name, v})
@@ -229,7 +229,7 @@ func (m *Model) merged() (*Model, error) {
 
 // mergedWeight returns w + s·b·a, or with magnitudes m/‖w + s·b·a‖ ⊙ (w + s·b·a) for each row.
 func (m *Model) mergedWeight(target string) *tensor.Dense {
-	sum := cloneTensor(m.Param(m.Config.layerParam(target)))
+	sum := cloneTensor(m.weight(m.Config.layerParam(target)))
 	if target == EmbeddingLayer { // w + s·a·bᵀ
 		a, b := m.Param(target+block.EndingEmbeddingA), m.Param(target+block.EndingEmbeddingB)
 		scale, r, in := m.Config.Adapter.ScaleOf(target), a.Shape()[1], sum.Shape()[1]

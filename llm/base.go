@@ -14,7 +14,7 @@ import (
 
 // omitsBase reports whether checkpoints of the run contain only the parameters that learn.
 func (t *Trainer) omitsBase() bool {
-	if !t.Config.OmitBase || len(t.Config.Tuned) == 0 && !t.Config.adapted {
+	if !t.Config.OmitBase && t.Model.Base == nil || len(t.Config.Tuned) == 0 && !t.Config.adapted {
 		return false
 	}
 	for _, p := range t.Model.Params {
@@ -79,7 +79,7 @@ func (t *Trainer) baseDigest() string {
 	}
 
 	sums := make([][]byte, len(frozen))
-	parallel.Each(len(frozen), func(i int) { sums[i] = digestOf(frozen[i]) })
+	parallel.Each(len(frozen), func(i int) { sums[i] = t.Model.digestOf(frozen[i]) })
 	h := sha256.New()
 	for _, sum := range sums {
 		h.Write(sum)
@@ -89,8 +89,13 @@ func (t *Trainer) baseDigest() string {
 }
 
 // digestOf returns a digest of the name, the type, the shape and the numbers of a parameter.
-func digestOf(p Param) []byte {
+func (m *Model) digestOf(p Param) []byte {
 	h := sha256.New()
+	if m.Base.Has(p.Name) {
+		m.hashMatrix(h, p.Name)
+		return h.Sum(nil)
+	}
+
 	fmt.Fprintln(h, p.Name, p.Value.Dtype(), p.Value.Shape())
 	switch x := p.Value.Data().(type) {
 	case []float32:

@@ -138,7 +138,7 @@ func (t *Trainer) ownState(e Parallel) (counts []optim.Tensor, moments []modelfi
 
 	sizes := make(map[string]int, len(t.Model.Params))
 	for _, p := range t.Model.Params {
-		sizes[p.Name] = p.Value.Shape().TotalSize()
+		sizes[p.Name] = t.Model.sizeOf(p)
 	}
 
 	counts, own := o.StateParts(parts)

@@ -41,6 +41,10 @@ func LoadCompact(ctx context.Context, t cpuops.WeightType, c Config, r WeightRea
 	if err := c.Check(); err != nil {
 		return nil, fmt.Errorf("llm: LoadCompact: %w", err)
 	}
+	if t == cpuops.Float8 || t == cpuops.NF4 {
+		return nil, fmt.Errorf("llm: LoadCompact: with matrices of type %v, single tokens would be slow: use q8_0, or "+
+			"LoadFrozen to tune the model", t)
+	}
 
 	m, err := newCompactModel(t, c, func(name string, put func([]float32) error) error {
 		var values []float32
@@ -67,6 +71,9 @@ func (m *Model) Compact(t cpuops.WeightType) (*CompactModel, error) {
 	}
 	defer done()
 
+	if err := m.checkWhole("llm: Compact"); err != nil {
+		return nil, err
+	}
 	if m.Dtype() != tensor.Float32 {
 		return nil, fmt.Errorf("llm: Compact: the parameters are of type %v, want float32", m.Dtype())
 	}

@@ -320,7 +320,7 @@ func TestLoadCompact(t *testing.T) {
 	_, err = LoadCompact(canceled, cpuops.Q8, c, r)
 	require.ErrorIs(t, err, broken)
 	_, err = LoadCompact(t.Context(), 7, c, r)
-	require.ErrorContains(t, err, "want Float32, BFloat16 or Q8")
+	require.ErrorContains(t, err, "want Float32, BFloat16, Q8, Float8 or NF4")
 	_, err = LoadCompact(t.Context(), cpuops.Q8, c, nil)
 	require.ErrorContains(t, err, "the reader is nil")
 	r.dtype = "float32"

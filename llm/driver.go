@@ -308,9 +308,14 @@ func (d *driver) setOptimizer(known []Param, m modelState) error {
 	if o, ok := d.t.Optimizer.(interface{ Drop(names ...string) }); ok {
 		shapes := map[string]tensor.Shape{}
 		for _, p := range m.Params {
-			shapes[p.Name] = p.Value.Shape()
+			if p.Value != nil {
+				shapes[p.Name] = p.Value.Shape()
+			}
 		}
 		for _, p := range known {
+			if p.Value == nil { // frozen, in the model's Base
+				continue
+			}
 			if s, ok := shapes[p.Name]; !ok || !s.Eq(p.Value.Shape()) {
 				o.Drop(p.Name)
 			}

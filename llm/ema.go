@@ -54,6 +54,9 @@ func (e *EMA) Name() string { return "ema" }
 
 // FinishStep implements [StepFinisher].
 func (e *EMA) FinishStep(u Turn) error {
+	if err := u.Model().checkWhole("llm: EMA"); err != nil {
+		return err
+	}
 	now, err := u.Params()
 	if err != nil {
 		return err

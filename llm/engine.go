@@ -91,8 +91,8 @@ func newCPUEngine(m *Model, g *Graph, o optim.Optimizer, limit float64,
 		return nil, errors.New("llm: CPUEngine: the model, the graph or the optimizer is nil")
 	}
 
-	machine, err := cpuops.NewMachine(g.G, append(slices.Clip(opts),
-		cpuops.WithParams(g.Learning...), cpuops.WithOutputs(g.Outputs()...))...)
+	machine, err := cpuops.NewMachine(g.G, g.cpuOptions(append(slices.Clip(opts),
+		cpuops.WithParams(g.Learning...), cpuops.WithOutputs(g.Outputs()...))...)...)
 	if err != nil {
 		return nil, err
 	}

@@ -10,6 +10,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/autodiff"
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/llm/internal/block"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/op/kvcache"
@@ -59,6 +60,9 @@ type Graph struct {
 	// Learning lists the Params with gradients in a ForTraining graph. These are all Params, only the
 	// planted ones in a frozen model, or the parameters named by withGradients.
 	Learning gorgonia.Nodes
+	// Base holds the matrices of Params without a value. Machines get it with cpuops.WithWeights or
+	// cudaops.WithWeights. It is nil if there are none, and for an Outline.
+	Base *cpuops.Weights
 
 	preference *op.Preference
 
@@ -178,10 +182,11 @@ type ModelParts struct {
 	Planted        []Planted
 	KasminaOptions KasminaOptions
 	Params         []Param
-	Kasmina        *state.Network // lattices; the first ones belong to the entries of Config.Kasmina
+	Base           *cpuops.Weights // matrices whose Params have no Value; may be nil
+	Kasmina        *state.Network  // lattices; the first ones belong to the entries of Config.Kasmina
 }
 
-// Param is a trainable tensor of a model. In an [Outline] it has no value.
+// Param is a parameter of a model. It has no value in an [Outline], or if it is a matrix in the model's Base.
 type Param struct {
 	Name  string
 	Value *tensor.Dense
@@ -278,7 +283,7 @@ type graphBuilder struct {
 
 func (b *graphBuilder) build(batch int) (*Graph, error) {
 	c, rows := b.Config, batch*b.blocks.Seq
-	out := &Graph{G: b.g, Kind: b.kind, Batch: batch, preference: b.preference, blocks: &b.blocks,
+	out := &Graph{G: b.g, Kind: b.kind, Batch: batch, Base: b.Base, preference: b.preference, blocks: &b.blocks,
 		keeps: b.keeps}
 	b.out = out
 	if b.cached {

@@ -10,6 +10,7 @@ import (
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/state"
@@ -23,8 +24,11 @@ import (
 // and Kasmina.Submit. All but Submit wait for the end of the current step. Params and graphs are then
 // reserved for callbacks.
 type Model struct {
-	Config  Config
-	Params  []Param        // in the model's order of use
+	Config Config
+	Params []Param // in the model's order of use
+	// Base holds the matrices that LoadFrozen has read in a compact type. Their Params have no Value. It is
+	// nil if there are none.
+	Base    *cpuops.Weights
 	Kasmina *state.Network // the seed lattices: a layer for each entry of Config.Kasmina
 
 	// Planted lists the blueprints with parameters of their own, at weights and in the stream. The
@@ -157,7 +161,8 @@ func buildModel(l layout, dt tensor.Dtype, start func(i int, p ParamSpec) func()
 	return m, nil
 }
 
-// Param returns the parameter with the given name, or nil.
+// Param returns the parameter with the given name. It returns nil if there is none, or if it is a matrix in
+// Base.
 func (m *Model) Param(name string) *tensor.Dense {
 	i, ok := m.byName[name]
 	if !ok {
@@ -167,15 +172,13 @@ func (m *Model) Param(name string) *tensor.Dense {
 }
 
 // Dtype returns the type of the parameters.
-func (m *Model) Dtype() tensor.Dtype {
-	return m.Params[0].Value.Dtype()
-}
+func (m *Model) Dtype() tensor.Dtype { return m.Parts().dtype() }
 
 // NumParams returns the number of trainable values.
 func (m *Model) NumParams() int {
 	n := 0
 	for _, p := range m.Params {
-		n += p.Value.Size()
+		n += m.sizeOf(p)
 	}
 	return n
 }
@@ -198,5 +201,5 @@ func (m *Model) Graph(kind GraphKind, batch int, opts ...GraphOption) (*Graph, e
 // Parts returns the configuration, parameters and lattices for building graphs.
 func (m *Model) Parts() ModelParts {
 	return ModelParts{Config: m.Config, Planted: m.Planted, KasminaOptions: m.KasminaOptions,
-		Params: m.Params, Kasmina: m.Kasmina}
+		Params: m.Params, Base: m.Base, Kasmina: m.Kasmina}
 }

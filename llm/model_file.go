@@ -24,6 +24,9 @@ func (m *Model) Save(path string) error {
 	if err := checkMade(m); err != nil {
 		return fmt.Errorf("llm: saving the model: %w", err)
 	}
+	if err := m.checkWhole("llm: saving the model"); err != nil {
+		return err
+	}
 	defer take(m)()
 	tensors, metadata, err := tensorsOf(m)
 	if err != nil {
@@ -65,6 +68,9 @@ func tensorsOf(m *Model) ([]safetensors.Tensor, map[string]string, error) {
 	}
 
 	for _, p := range m.Params {
+		if m.Base.Has(p.Name) { // only checkpoints leave these out
+			continue
+		}
 		if !isFinite(p.Value.Data()) {
 			return nil, nil, fmt.Errorf("llm: saving the model: %w: parameter %s is not finite",
 				ErrDiverged, p.Name)

@@ -47,8 +47,12 @@ func (m modelState) copies() []Param {
 	return params
 }
 
-// cloneTensor returns a deep copy of a tensor.
+// cloneTensor returns a deep copy of a tensor, or nil for nil.
 func cloneTensor(v *tensor.Dense) *tensor.Dense {
+	if v == nil {
+		return nil
+	}
+
 	var numbers any
 	switch x := v.Data().(type) {
 	case []float32:

@@ -12,7 +12,8 @@ import (
 
 // Plain returns the model in the form that other programs expect. Blueprints fossilized at weights
 // and in the stream are merged into it, and its parameters are then copies. Plain returns an error
-// that names the seed if any other seed affects the model's output. The model must be locked.
+// that names the seed if any other seed affects the model's output. Matrices in Base become float32. The
+// model must be locked.
 func (m *Model) Plain() (*Model, error) {
 	if slices.Contains(m.Config.boundaries(), true) {
 		return nil, fmt.Errorf("the model has grown with Config.Boundary of %v, so it is not a Llama that "+
@@ -48,6 +49,10 @@ func (m *Model) Plain() (*Model, error) {
 	}
 
 	if !m.Config.Adapter.IsZero() { // which excludes seeds
+		return m.merged()
+	}
+
+	if m.Base != nil { // without adapters, merging only widens the matrices
 		return m.merged()
 	}
 

@@ -279,6 +279,10 @@ func (r *team) compare() error {
 			r.t.Model.KasminaOptions}, Lattices: r.t.Model.Kasmina.Digest(),
 		Documents: r.t.Loader.KnowsDocuments()}
 	for _, p := range r.t.Model.Params {
+		if r.t.Model.Base.Has(p.Name) {
+			own.Params = crc32.Update(own.Params, crc32.IEEETable, r.t.Model.digestOf(p))
+			continue
+		}
 		own.Params = crc32.Update(own.Params, crc32.IEEETable, safetensors.Memory(p.Value.Data()))
 	}
 

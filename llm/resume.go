@@ -299,6 +299,9 @@ func (t *Trainer) settings() *settings.Settings {
 	if o, ok := t.Optimizer.(optim.Rules); ok {
 		s.Rules = map[string]optim.Rule{}
 		for _, p := range t.Model.Params {
+			if p.Value == nil { // frozen, in the model's Base
+				continue
+			}
 			s.Rules[p.Name] = o.Rule(p.Name, p.Value.Shape())
 		}
 	}

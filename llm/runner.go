@@ -157,7 +157,7 @@ func runnerOnCPU(g *Graph, outputs ...*gorgonia.Node) (Runner, error) {
 	if g == nil || g.G == nil {
 		return Runner{}, errNoGraph
 	}
-	m, err := cpuops.NewMachine(g.G, cpuops.WithOutputs(outputs...))
+	m, err := cpuops.NewMachine(g.G, g.cpuOptions(cpuops.WithOutputs(outputs...))...)
 	if err != nil {
 		return Runner{}, err
 	}

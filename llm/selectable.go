@@ -92,7 +92,7 @@ func quotients[T float32 | float64](x, y []T) []T {
 // norms returns the norm of each row of a target's adapted weight, ‖w + s·b·a‖.
 func (m *Model) norms(a *Adapter, target string) (any, error) {
 	norms := newParamValue(m.Dtype(), a.Param(target+block.EndingMagnitude).Shape(), nil)
-	writeRowNorms(norms, m.Param(target+".weight"), a.Param(target+block.EndingA), a.Param(target+block.EndingB),
+	writeRowNorms(norms, m.weight(target+".weight"), a.Param(target+block.EndingA), a.Param(target+block.EndingB),
 		a.LoRA.ScaleOf(target))
 	return norms.Data(), nil
 }

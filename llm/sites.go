@@ -138,7 +138,7 @@ func (c TrainConfig) checkFrozen(m Config) error {
 func trainableIn(m *Model, c TrainConfig) (n int) {
 	for _, p := range m.Params {
 		if c.Learns(p.Name) {
-			n += p.Value.Size()
+			n += m.sizeOf(p)
 		}
 	}
 	return n

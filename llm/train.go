@@ -237,6 +237,9 @@ func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer,
 	c.adapted = !m.Config.Adapter.IsZero()
 	t := &Trainer{Model: m, Loader: l, Optimizer: o, Config: c}
 	t.driver.t, t.growth.t, t.team.t, t.steering.t = t, t, t, t
+	if err := t.checkBaseFrozen(); err != nil {
+		return nil, err
+	}
 	defer take(m)()
 	if err := pull(m); err != nil { // from the trainer that holds the parameters
 		return nil, fmt.Errorf("llm: NewTrainer: %w", err)

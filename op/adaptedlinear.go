@@ -81,16 +81,18 @@ func AdaptedLinear(x, w, a, b *gorgonia.Node, scale float64) (*gorgonia.Node, er
 }
 
 func adaptedLinear[T cpu.Float](o *AdaptedLinearOp, y []T, args opbase.Args) error {
-	x, w := opbase.Slice[T](args, 0), opbase.Slice[T](args, 1)
-	a, b := opbase.Slice[T](args, 2), opbase.Slice[T](args, 3)
+	x, a, b := opbase.Slice[T](args, 0), opbase.Slice[T](args, 2), opbase.Slice[T](args, 3)
 	rows, in, out, r := o.InputShape(0)[0], o.InputShape(0)[1], o.InputShape(1)[0], o.InputShape(2)[0]
-	gemm.LinearUntil(o.Stop(), y, x, w, rows, in, out)
+	weigh(o.Stop(), y, x, args, 1, o.InputShape(1))
 
 	h := opbase.AuxSlice[T](&o.h, rows*r)
 	gemm.Mul(false, true, rows, r, in, T(o.Scale), x, in, a, in, 0, h, r)
 	gemm.Mul(false, true, rows, out, r, 1, h, r, b, r, 1, y, out)
 	return nil
 }
+
+// ReadsCompact reports that the op can read a compact w.
+func (o *AdaptedLinearOp) ReadsCompact(input int) bool { return input == 1 }
 
 // DiffWRT reports that the op is differentiable in x, a and b.
 func (o *AdaptedLinearOp) DiffWRT(int) []bool { return []bool{true, false, true, true} }
@@ -127,7 +129,7 @@ type AdaptedLinearGradOp struct {
 
 func adaptedLinearGrad[T cpu.Float](o *AdaptedLinearGradOp, d []T, args opbase.Args) error {
 	x, a, b := opbase.Slice[T](args, 0), opbase.Slice[T](args, 1), opbase.Slice[T](args, 2)
-	w, g := opbase.Slice[T](args, 3), opbase.Slice[T](args, 4)
+	g := opbase.Slice[T](args, 4)
 	rows, in, r, out := o.InputShape(0)[0], o.InputShape(0)[1], o.InputShape(1)[0], o.InputShape(2)[0]
 	dx, da, db := d[:len(x)], d[len(x):len(x)+len(a)], d[len(x)+len(a):]
 	scale := T(o.Forward.Scale)
@@ -135,9 +137,12 @@ func adaptedLinearGrad[T cpu.Float](o *AdaptedLinearGradOp, d []T, args opbase.A
 
 	gemm.Mul(false, true, rows, r, in, scale, x, in, a, in, 0, h, r)
 	gemm.Mul(false, false, rows, r, out, scale, g, out, b, r, 0, dh, r)
-	gemm.Mul(false, false, rows, in, out, 1, g, out, w, in, 0, dx, in)
+	weighGrad(o.Stop(), dx, g, args, 3, o.InputShape(3))
 	gemm.Mul(false, false, rows, in, r, 1, dh, r, a, in, 1, dx, in)
 	gemm.Mul(true, false, r, in, rows, 1, dh, r, x, in, 0, da, in)
 	gemm.Mul(true, false, out, r, rows, 1, g, out, h, r, 0, db, r)
 	return nil
 }
+
+// ReadsCompact reports that the op can read a compact w.
+func (o *AdaptedLinearGradOp) ReadsCompact(input int) bool { return input == 3 }

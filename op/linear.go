@@ -68,14 +68,30 @@ func newLinear(name, config string, x, w *gorgonia.Node) (*gorgonia.Node, error)
 }
 
 func linear[T cpu.Float](o *LinearOp, y []T, args opbase.Args) error {
-	x, w := o.InputShape(0), o.InputShape(1)
-	if c := args.CompactWeights(1); c != nil {
-		c.Linear(o.Stop(), any(y).([]float32), opbase.Slice[float32](args, 0), x[0])
-		return nil
-	}
-	gemm.LinearUntil(o.Stop(), y, opbase.Slice[T](args, 0), opbase.Slice[T](args, 1), x[0], x[1],
-		w[0])
+	weigh(o.Stop(), y, opbase.Slice[T](args, 0), args, 1, o.InputShape(1))
 	return nil
+}
+
+// weigh computes y = x·wᵀ, where w is an argument of the given shape, in compact form or not.
+func weigh[T cpu.Float](stop *cpu.Stop, y, x []T, args opbase.Args, w int, shape tensor.Shape) {
+	out, in := shape[0], shape[1]
+	rows := len(x) / in
+	if c := args.CompactWeights(w); c != nil {
+		c.Linear(stop, any(y).([]float32), any(x).([]float32), rows)
+		return
+	}
+	gemm.LinearUntil(stop, y, x, opbase.Slice[T](args, w), rows, in, out)
+}
+
+// weighGrad computes dx = dy·w, the gradient of weigh's x.
+func weighGrad[T cpu.Float](stop *cpu.Stop, dx, dy []T, args opbase.Args, w int, shape tensor.Shape) {
+	out, in := shape[0], shape[1]
+	rows := len(dy) / out
+	if c := args.CompactWeights(w); c != nil {
+		c.InputGrad(stop, any(dx).([]float32), any(dy).([]float32), rows)
+		return
+	}
+	gemm.Mul(false, false, rows, in, out, 1, dy, out, opbase.Slice[T](args, w), in, 0, dx, in)
 }
 
 // ReadsCompact reports that the op can read a compact w.
@@ -113,11 +129,12 @@ func (o *LinearOp) inputGradient(inputs gorgonia.Nodes, grad *gorgonia.Node) (*g
 type LinearInputGradOp struct{ opbase.Base }
 
 func linearInputGrad[T cpu.Float](o *LinearInputGradOp, dx []T, args opbase.Args) error {
-	rows, out, in := o.InputShape(0)[0], o.InputShape(1)[0], o.InputShape(1)[1]
-	gemm.Mul(false, false, rows, in, out, 1, opbase.Slice[T](args, 0), out, opbase.Slice[T](args, 1),
-		in, 0, dx, in)
+	weighGrad(o.Stop(), dx, opbase.Slice[T](args, 0), args, 1, o.InputShape(1))
 	return nil
 }
+
+// ReadsCompact reports that the op can read a compact w.
+func (o *LinearInputGradOp) ReadsCompact(input int) bool { return input == 1 }
 
 // LinearGradOp computes the packed gradients [dx | dw] from x, w and the output's gradient.
 type LinearGradOp struct{ opbase.Base }

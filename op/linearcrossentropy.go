@@ -112,10 +112,21 @@ type LinearCrossEntropyGradOp struct {
 
 func linearCrossEntropyGrad[T cpu.Float](o *LinearCrossEntropyGradOp, out []T,
 	in opbase.Args) error {
-	x, w, targets := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[int](in, 2)
+	x, targets := opbase.Slice[T](in, 0), opbase.Slice[int](in, 2)
 	g := opbase.Slice[T](in, 4)[0] / T(crossentropy.Targets(targets))
 	normalizers := opbase.AuxSlice[T](&o.Forward.normalizers, 2*len(targets))
 	v, d := o.InputShape(1)[0], o.InputShape(1)[1]
+	if w := in.CompactWeights(1); w != nil {
+		crossentropy.CompactBackward(any(out).([]float32), any(x).([]float32), w,
+			any(normalizers).([]float32), targets, any(g).(float32))
+		return nil
+	}
+	w := opbase.Slice[T](in, 1)
 	crossentropy.LinearBackward(out[:len(x)], out[len(x):], x, w, normalizers, targets, d, v, g)
 	return nil
+}
+
+// ReadsCompact reports that the op can read a compact w if that is frozen.
+func (o *LinearCrossEntropyGradOp) ReadsCompact(input int) bool {
+	return input == 1 && o.Forward.Frozen
 }

@@ -57,15 +57,22 @@ func newLinearLogProbs(name, config string, x, w, targets *gorgonia.Node) (*gorg
 }
 
 func linearLogProbs[T cpu.Float](o *LinearLogProbsOp, y []T, in opbase.Args) error {
-	x, w, targets := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[int](in, 2)
+	x, targets := opbase.Slice[T](in, 0), opbase.Slice[int](in, 2)
 	v, d := o.InputShape(1)[0], o.InputShape(1)[1]
 	if err := opbase.CheckIDs("targets", targets, v, true); err != nil {
 		return err
 	}
 	normalizers := opbase.AuxSlice[T](&o.normalizers, 2*len(targets))
-	crossentropy.LogProbs(y, normalizers, x, w, targets, d, v)
+	if w := in.CompactWeights(1); w != nil {
+		crossentropy.CompactLogProbs(any(y).([]float32), any(normalizers).([]float32), any(x).([]float32), w, targets)
+		return nil
+	}
+	crossentropy.LogProbs(y, normalizers, x, opbase.Slice[T](in, 1), targets, d, v)
 	return nil
 }
+
+// ReadsCompact reports that the op can read a compact w.
+func (o *LinearLogProbsOp) ReadsCompact(input int) bool { return input == 1 }
 
 // DiffWRT reports that the op is differentiable in x and, unless it is frozen, in w.
 func (o *LinearLogProbsOp) DiffWRT(int) []bool { return []bool{true, !o.Frozen, false} }
@@ -101,13 +108,21 @@ type LinearLogProbsGradOp struct {
 }
 
 func linearLogProbsGrad[T cpu.Float](o *LinearLogProbsGradOp, out []T, in opbase.Args) error {
-	x, w, targets := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[int](in, 2)
+	x, targets, g := opbase.Slice[T](in, 0), opbase.Slice[int](in, 2), opbase.Slice[T](in, 4)
 	normalizers := opbase.AuxSlice[T](&o.Forward.normalizers, 2*len(targets))
 	v, d := o.InputShape(1)[0], o.InputShape(1)[1]
-	crossentropy.LogProbsBackward(out[:len(x)], out[len(x):], x, w, normalizers, targets, d, v,
-		opbase.Slice[T](in, 4))
+	if w := in.CompactWeights(1); w != nil {
+		crossentropy.CompactLogProbsBackward(any(out).([]float32), any(x).([]float32), w,
+			any(normalizers).([]float32), targets, any(g).([]float32))
+		return nil
+	}
+	crossentropy.LogProbsBackward(out[:len(x)], out[len(x):], x, opbase.Slice[T](in, 1), normalizers, targets,
+		d, v, g)
 	return nil
 }
+
+// ReadsCompact reports that the op can read a compact w if that is frozen.
+func (o *LinearLogProbsGradOp) ReadsCompact(input int) bool { return input == 1 && o.Forward.Frozen }
 
 // checkOutputLayer returns an error unless x is [rows, D], w is [V, D], and targets are [rows] integers.
 func checkOutputLayer(name string, x, w, targets *gorgonia.Node) error {

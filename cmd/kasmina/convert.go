@@ -111,6 +111,12 @@ func (o *convertOptions) run(c *cobra.Command) error {
 		return err
 	}
 
+	if adapted {
+		if err := o.shiftOf(c, f, m); err != nil {
+			return err
+		}
+	}
+
 	at, erase := bar(c.ErrOrStderr(), "writing", true)
 	defer erase()
 	if o.gguf != "" {

@@ -59,6 +59,8 @@ type finetuneOptions struct {
 	blocks  int
 	merge   bool
 
+	baseType string // of the weights that do not learn
+
 	preference op.Preference // the loss of preference pairs
 
 	epochs    int
@@ -121,6 +123,7 @@ peak_gib and out, and for preference pairs reward_margin and reward_accuracy.`,
 		"q_proj,v_proj or layers.[0-3].*; embed_tokens and lm_head must be named")
 	f.IntVar(&o.blocks, "blocks", 0, "number of blocks that learn with --method last")
 	f.BoolVar(&o.merge, "merge", false, "merge the adapters into the model and save that")
+	o.baseFlag(c)
 	f.IntVarP(&o.train.Steps, "steps", "n", 0, "number of optimizer steps (default: as many as --epochs take)")
 	f.IntVar(&o.epochs, "epochs", 0, "number of passes over the data (default: 3, or 1 for preference pairs)")
 	f.IntVarP(&o.train.Batch, "batch", "b", 2, "sequences per batch")
@@ -189,6 +192,10 @@ func (o *finetuneOptions) checkValues() error {
 		return fmt.Errorf("--held-out is %v, want at least 0 and less than 1", o.heldShare)
 	case !(o.lr >= 0) || math.IsInf(o.lr, 0):
 		return fmt.Errorf("--lr is %v, want a finite number above 0", o.lr)
+	}
+
+	if _, err := o.weights(); err != nil {
+		return err
 	}
 
 	if err := o.preference.Check(); err != nil {
@@ -500,9 +507,7 @@ func (o *finetuneOptions) tune(c *cobra.Command, on machines, s stage, f *hf.Fol
 		return fmt.Errorf("--data: %w", err)
 	}
 
-	m, err := load(c.Context(), f, c.ErrOrStderr(), hf.WithConfig(func(c *llm.Config) {
-		c.Seq, c.Documents = o.seq, true
-	}))
+	m, err := o.loadBase(c, f)
 	if err == nil && o.adapts() {
 		m, err = llm.Adapt(m, lora, o.seed)
 	}
@@ -525,7 +530,7 @@ func (o *finetuneOptions) tune(c *cobra.Command, on machines, s stage, f *hf.Fol
 	}
 	defer on.team.Busy("writing the result")()
 
-	return o.publish(c, m, f, result)
+	return o.publish(c, m, f, d, result)
 }
 
 // loader returns the loader of the examples to learn. It divides preference pairs into rows, together with
@@ -660,6 +665,9 @@ func (o *finetuneOptions) print(w io.Writer, t *llm.Trainer, l *chatdata.Loader,
 			plural(len(t.Model.Config.Adapter.Targets), "linear layer"))
 	case o.method == methodLast:
 		what = fmt.Sprintf("the last %s and the norm after them", plural(o.blocks, "block"))
+	}
+	if base := t.Model.Base; base != nil {
+		what += fmt.Sprintf(", next to %v weights in %s", t.Model.BaseType(), sizeText(int64(base.Bytes())))
 	}
 	fmt.Fprintf(w, "tuning    %s: %d of %d parameters\n", what, t.Last().Params, t.Last().AllParams)
 	if d.prefers {
@@ -803,7 +811,7 @@ func (a answers) Decode(ids []int) ([]byte, error) {
 }
 
 // publish saves the result and moves it to its place.
-func (o *finetuneOptions) publish(c *cobra.Command, m *llm.Model, f *hf.Folder, result tuned) error {
+func (o *finetuneOptions) publish(c *cobra.Command, m *llm.Model, f *hf.Folder, data *tuningData, result tuned) error {
 	d := o.dir()
 	line, err := json.Marshal(result)
 	if err == nil {
@@ -814,6 +822,12 @@ func (o *finetuneOptions) publish(c *cobra.Command, m *llm.Model, f *hf.Folder, 
 	}
 	if err != nil {
 		return err
+	}
+
+	if !o.savesAdapter() {
+		if m, err = o.whole(c, m, f, data.learn[0].IDs); err != nil {
+			return err
+		}
 	}
 
 	at, erase := bar(c.ErrOrStderr(), "writing", true)

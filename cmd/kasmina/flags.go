@@ -56,7 +56,7 @@ var flagRules = map[string]map[string]rule{
 		"deadline":      later,
 		"save-parts":    later},
 	"finetune": {"model": always, "data": always, "out": always, "method": always, "rank": ofAdapters,
-		"alpha": ofAdapters, "dropout": ofAdapters, "targets": ofAdapters, "merge": ofAdapters,
+		"alpha": ofAdapters, "dropout": ofAdapters, "targets": ofAdapters, "merge": ofAdapters, "base": always,
 		"blocks": ofLastBlocks, "steps": always, "epochs": notWith("steps", "0", "which sets the length of the run"),
 		"batch": always, "accumulate": always, "seq": always, "lr": always, "held-out": always, "prompt": always,
 		"beta": later, "preference-loss": later, "label-smoothing": later,

@@ -294,6 +294,7 @@ var effects = map[string]effect{
 	"finetune --rank":       {"TUNED", "TUNED --rank 2"},
 	"finetune --alpha":      {"TUNED", "TUNED --alpha 1"},
 	"finetune --dropout":    {"TUNED", "TUNED --dropout 0.5"},
+	"finetune --base":       {"TUNED", "TUNED --base nf4"},
 	"finetune --targets":    {"TUNED", "TUNED --targets q_proj"},
 	"finetune --merge":      {"TUNED", "TUNED --merge"},
 	"finetune --blocks":     {"TUNED --method last --blocks 1", "TUNED --method last --blocks 2"},

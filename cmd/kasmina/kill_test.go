@@ -171,6 +171,7 @@ func tuningRuns(t *testing.T) []*killedRun {
 		{name: "lora", tunes: texts, args: with("--rank", "4")},
 		{name: "dora with dropout, 2 ranks", tunes: texts, args: with("--method", "dora", "--dropout", "0.1", "--rank",
 			"4", "--gpus", "2")},
+		{name: "nf4", tunes: texts, args: with("--rank", "4", "--base", "nf4")},
 		{name: "pairs", tunes: pairs, args: with("--rank", "4")},
 		{name: "full", tunes: texts, args: with("--method", "full")},
 		{name: "pairs, full, 2 ranks", tunes: pairs, args: with("--method", "full", "--gpus", "2")},

@@ -39,19 +39,16 @@ type nested struct {
 	offset float32 // mean of the scales
 }
 
-func (m *Matrix) encodeNF4(w []float32) {
+// encodeNF4 writes the codes of consecutive blocks and their scales.
+func encodeNF4(codes []byte, scales, w []float32) {
 	blocks := cpu.CeilDiv(len(w), BlockNF4)
-	m.codes = make([]byte, cpu.CeilDiv(len(w), 2))
-	scales := make([]float32, blocks)
 	cpu.Parallel(blocks, cpu.Grain(8*BlockNF4), func(lo, hi int) {
 		for b := lo; b < hi; b++ {
 			x := w[b*BlockNF4 : min((b+1)*BlockNF4, len(w))]
 			scales[b] = largest(x)
-			encodeBlockNF4(m.codes[b*BlockNF4/2:], x, scales[b])
+			encodeBlockNF4(codes[b*BlockNF4/2:], x, scales[b])
 		}
 	})
-
-	m.nested = newNested(scales)
 }
 
 // encodeBlockNF4 writes the codes of a block, two to a byte, the first one in the upper half.
@@ -60,6 +57,7 @@ func (m *Matrix) encodeNF4(w []float32) {
 // CUDA kernel of bitsandbytes writes the code of −1 there.)
 func encodeBlockNF4(codes []byte, x []float32, scale float32) {
 	inverse := 1 / max(scale, 1e-38)
+	clear(codes[:cpu.CeilDiv(len(x), 2)])
 	for i, v := range x {
 		code := byte(0)
 		for code < 15 && v*inverse > nf4Middles[code] {

@@ -59,35 +59,107 @@ type Matrix struct {
 //
 // New returns an error if an element is NaN or infinite.
 func New(f Format, rows, cols int, w []float32) (*Matrix, error) {
-	if rows < 0 || cols < 0 || len(w) != rows*cols {
+	if len(w) != rows*cols {
 		return nil, fmt.Errorf("quant: %d elements for a matrix of %d × %d", len(w), rows, cols)
+	}
+
+	b, err := NewBuilder(f, rows, cols)
+	if err != nil {
+		return nil, err
+	}
+	if err := b.Set(0, w); err != nil {
+		return nil, err
+	}
+	return b.Matrix(), nil
+}
+
+// A Builder stores a matrix part by part, so that the whole matrix is never in memory as float32.
+type Builder struct {
+	m         *Matrix
+	nf4Scales []float32 // NF4: the scale of each block
+}
+
+// NewBuilder returns a builder for a matrix of zeros.
+func NewBuilder(f Format, rows, cols int) (*Builder, error) {
+	if rows < 0 || cols < 0 {
+		return nil, fmt.Errorf("quant: a matrix of %d × %d", rows, cols)
+	}
+
+	b := &Builder{m: &Matrix{Format: f, Rows: rows, Cols: cols}}
+	n := rows * cols
+	switch f {
+	case BFloat16:
+		b.m.codes = make([]byte, 2*n)
+	case Float8:
+		b.m.codes, b.m.scales = make([]byte, n), make([]float32, rows)
+		for i := range b.m.scales {
+			b.m.scales[i] = 1
+		}
+	case NF4:
+		b.m.codes = make([]byte, cpu.CeilDiv(n, 2))
+		b.nf4Scales = make([]float32, cpu.CeilDiv(n, BlockNF4))
+	default:
+		return nil, fmt.Errorf("quant: %v is not a format", f)
+	}
+	return b, nil
+}
+
+// Set stores whole rows from the given one on. For [NF4], each part must start at the start of a block,
+// and end at the end of a block or of the matrix. Set returns an error if an element is NaN or infinite.
+func (b *Builder) Set(row int, w []float32) error {
+	m := b.m
+	at := row * m.Cols
+	switch {
+	case m.Cols > 0 && len(w)%m.Cols != 0 || at+len(w) > m.Rows*m.Cols:
+		return fmt.Errorf("quant: %d elements from row %d on are not rows of a matrix of %d × %d", len(w), row, m.Rows,
+			m.Cols)
+	case m.Format == NF4 && (at%BlockNF4 != 0 || len(w)%BlockNF4 != 0 && at+len(w) != m.Rows*m.Cols):
+		return fmt.Errorf("quant: %d elements from row %d on of a matrix with rows of %d are not whole blocks of %d",
+			len(w), row, m.Cols, BlockNF4)
 	}
 
 	for i, v := range w {
 		if v-v != 0 {
-			return nil, fmt.Errorf("quant: element %d of row %d is %v, want a finite number", i%cols,
-				i/cols, v)
+			return fmt.Errorf("quant: element %d of row %d is %v, want a finite number", i%m.Cols,
+				row+i/m.Cols, v)
 		}
 	}
 
-	m := &Matrix{Format: f, Rows: rows, Cols: cols}
-	switch f {
+	switch m.Format {
 	case BFloat16:
-		m.encodeBFloat16(w)
+		encodeBFloat16(m.codes[2*at:], w)
 	case Float8:
-		m.encodeFloat8(w)
+		m.encodeFloat8(row, w)
 	case NF4:
-		m.encodeNF4(w)
-	default:
-		return nil, fmt.Errorf("quant: %v is not a format", f)
+		encodeNF4(m.codes[at/2:], b.nf4Scales[at/BlockNF4:], w)
 	}
+	return nil
+}
 
-	return m, nil
+// Matrix returns the matrix. The builder must not be used afterwards.
+func (b *Builder) Matrix() *Matrix {
+	if b.m.Format == NF4 {
+		b.m.nested = newNested(b.nf4Scales)
+	}
+	return b.m
 }
 
 // Bytes returns the size of the matrix in memory.
 func (m *Matrix) Bytes() int {
 	return len(m.codes) + 4*len(m.scales) + len(m.nested.codes) + 4*len(m.nested.scales)
+}
+
+// Codes returns the elements' codes in row-major order: little-endian numbers of type bfloat16, E4M3 bytes, or
+// two NF4 codes per byte, of which the first is in the upper half. The caller must not change them.
+func (m *Matrix) Codes() []byte { return m.codes }
+
+// Scales returns the scale of each row of a [Float8] matrix. The caller must not change them.
+func (m *Matrix) Scales() []float32 { return m.scales }
+
+// Nested returns the scales of the blocks of an [NF4] matrix: the scale of block i is
+// Signed8.Values[codes[i]]·scales[i/256] + offset. The caller must not change them.
+func (m *Matrix) Nested() (codes []byte, scales []float32, offset float32) {
+	return m.nested.codes, m.nested.scales, m.nested.offset
 }
 
 // Decode writes rows [from, to) to dst as float32, which represents every stored number exactly except
@@ -107,12 +179,11 @@ func (m *Matrix) Decode(dst []float32, from, to int) {
 	})
 }
 
-func (m *Matrix) encodeBFloat16(w []float32) {
-	m.codes = make([]byte, 2*len(w))
+func encodeBFloat16(codes []byte, w []float32) {
 	cpu.Parallel(len(w), cpu.VectorGrain, func(lo, hi int) {
 		for i := lo; i < hi; i++ {
 			b := half.NewBFloat16(w[i])
-			m.codes[2*i], m.codes[2*i+1] = byte(b), byte(b>>8)
+			codes[2*i], codes[2*i+1] = byte(b), byte(b>>8)
 		}
 	})
 }
@@ -125,12 +196,15 @@ func (m *Matrix) decodeBFloat16(dst []float32, at int) {
 	}
 }
 
-func (m *Matrix) encodeFloat8(w []float32) {
-	m.codes, m.scales = make([]byte, len(w)), make([]float32, m.Rows)
-	cpu.Parallel(m.Rows, cpu.Grain(8*max(1, m.Cols)), func(lo, hi int) {
+// encodeFloat8 encodes whole rows from row first on.
+func (m *Matrix) encodeFloat8(first int, w []float32) {
+	if m.Cols == 0 {
+		return
+	}
+	cpu.Parallel(len(w)/m.Cols, cpu.Grain(8*m.Cols), func(lo, hi int) {
 		for r := lo; r < hi; r++ {
-			row, codes := w[r*m.Cols:][:m.Cols], m.codes[r*m.Cols:][:m.Cols]
-			m.scales[r] = encodeFloat8Row(codes, row)
+			row, codes := w[r*m.Cols:][:m.Cols], m.codes[(first+r)*m.Cols:][:m.Cols]
+			m.scales[first+r] = encodeFloat8Row(codes, row)
 		}
 	})
 }

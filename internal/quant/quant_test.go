@@ -174,3 +174,33 @@ func float32s(raw []byte) []float32 {
 	}
 	return x
 }
+
+// TestBuilder checks that a matrix stored in parts equals one stored at once, and what Set rejects.
+func TestBuilder(t *testing.T) {
+	r := randtest.New(t)
+	const rows, cols = 96, 10
+	w := make([]float32, rows*cols)
+	for i := range w {
+		w[i] = float32(r.NormFloat64())
+	}
+
+	for _, f := range []Format{BFloat16, Float8, NF4} {
+		whole, err := New(f, rows, cols, w)
+		require.NoError(t, err)
+		b, err := NewBuilder(f, rows, cols)
+		require.NoError(t, err)
+		for _, part := range [][2]int{{32, 64}, {0, 32}, {64, 96}} {
+			require.NoError(t, b.Set(part[0], w[part[0]*cols:part[1]*cols]))
+		}
+		require.NoError(t, b.Set(0, w[:32*cols]), "a part may be set again")
+		require.Equal(t, whole, b.Matrix(), f)
+	}
+
+	b, err := NewBuilder(NF4, rows, cols)
+	require.NoError(t, err)
+	require.ErrorContains(t, b.Set(1, w[:32*cols]), "are not whole blocks of 64")
+	require.ErrorContains(t, b.Set(0, w[:cols]), "are not whole blocks of 64")
+	require.ErrorContains(t, b.Set(65, w[:32*cols]), "are not rows of a matrix of 96 × 10")
+	_, err = NewBuilder(Float8, -1, 2)
+	require.ErrorContains(t, err, "a matrix of -1 × 2")
+}

@@ -15,8 +15,10 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/internal/cpu/array"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/op"
@@ -139,7 +141,7 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 	}
 
 	if frozen := g.Frozen(); len(frozen) > 0 {
-		own = append(own, cudaops.WithFrozen(nil, frozen...))
+		own = append(own, cudaops.WithFrozen(readBase(g.Base), frozen...))
 	}
 
 	own = append(append(own, b.training...), more...)
@@ -160,6 +162,37 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 	return &engine{name, llm.Inference{Model: b.model, Make: makeMachine, Preference: b.config.Preference}, b.optimizer, b.config.Clip,
 		g, machine, false, b, false}, nil
 }
+
+// readBase returns a function that reads matrices of a model's Base for the device. It returns nil if there
+// are none.
+func readBase(base *cpuops.Weights) func(*gorgonia.Node, func([]byte, cudaops.Precision) error) error {
+	if base == nil {
+		return nil
+	}
+
+	return func(n *gorgonia.Node, put func([]byte, cudaops.Precision) error) error {
+		_, rows, width, ok := base.Matrix(n.Name())
+		if !ok {
+			return fmt.Errorf("%s has no value", n.Name())
+		}
+
+		step := max(1, baseNumbers/width)
+		numbers := make([]float32, min(rows, step)*width)
+		for row := 0; row < rows; row += step {
+			to := min(row+step, rows)
+			if err := base.Rows(n.Name(), numbers, row, to); err != nil {
+				return err
+			}
+			if err := put(safetensors.Memory(numbers[:(to-row)*width]), cudaops.Float32); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+}
+
+// baseNumbers is the number of weights that readBase passes on at once.
+const baseNumbers = 1 << 20
 
 // optimize adds the optimizer to the machine.
 func (e *engine) optimize() error {
@@ -228,7 +261,7 @@ func (e *engine) Drop() error { return e.machine.DropGradients() }
 func (e *engine) FirstNonFinite() (name, kind string, found bool) {
 	_ = e.Pull()
 	for i, p := range e.graph.Params {
-		if !finite(e.Model.Params[i].Value) {
+		if v := e.Model.Params[i].Value; v != nil && !finite(v) {
 			return p.Name(), "value", true
 		}
 	}

@@ -16,6 +16,7 @@ import (
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
@@ -413,6 +414,28 @@ func CheckSaveAdapter(c llm.Config, base string, opts ...SaveOption) error {
 	return nil
 }
 
+// weightsKey is the name of the metadata with the type of the weights that adapters were trained with.
+const weightsKey = "kasmina.weights"
+
+// AdapterWeights returns the type of the frozen weights that adapters saved by SaveAdapter were trained with
+// (see llm.LoadFrozen). It returns float32 for other adapters.
+func AdapterWeights(dir string) (t cpuops.WeightType, err error) {
+	f, err := safetensors.Open(filepath.Join(dir, adapterWeightsName))
+	if err != nil {
+		return 0, fmt.Errorf("hf: AdapterWeights: %w", err)
+	}
+	defer f.Close()
+
+	name, ok := f.Metadata()[weightsKey]
+	if !ok {
+		return cpuops.Float32, nil
+	}
+	if err := t.UnmarshalText([]byte(name)); err != nil {
+		return 0, fmt.Errorf("hf: AdapterWeights: %s: %w", dir, err)
+	}
+	return t, nil
+}
+
 // newSaving applies options.
 func newSaving(opts []SaveOption) (*saving, error) {
 	s := &saving{shard: shardBytes, files: map[string][]byte{}}
@@ -454,8 +477,12 @@ func saveAdapter(ctx context.Context, dir, base string, m *llm.Model, opts []Sav
 		if err := s.writeFiles(dir); err != nil {
 			return err
 		}
+		metadata := map[string]string{"format": "pt"}
+		if t := m.BaseType(); t != cpuops.Float32 {
+			metadata[weightsKey] = t.String()
+		}
 		return safetensors.SaveSources(filepath.Join(dir, adapterWeightsName), adapterSources(ctx, m, names),
-			map[string]string{"format": "pt"})
+			metadata)
 	})
 }
 

@@ -83,8 +83,11 @@ func (t *Team) newEngine(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (*e
 		return nil, err
 	}
 
-	machine, err := cpuops.NewMachine(g.G, cpuops.WithParams(g.Learning...),
-		cpuops.WithOutputs(g.Outputs()...))
+	opts := []cpuops.Option{cpuops.WithParams(g.Learning...), cpuops.WithOutputs(g.Outputs()...)}
+	if g.Base != nil {
+		opts = append(opts, cpuops.WithWeights(g.Base))
+	}
+	machine, err := cpuops.NewMachine(g.G, opts...)
 	if err != nil {
 		return nil, err
 	}

@@ -108,18 +108,31 @@ func LinearForward[T cpu.Float](normalizers, x, w []T, targets []int, d, v int) 
 
 // CompactForward is [LinearForward] for weights in a compact type.
 func CompactForward(normalizers, x []float32, w *gemm.Compact, targets []int) float64 {
-	return meanLoss(normalizers, targets, w.Out, func(logits []float32, lo, hi int) {
-		w.Linear(nil, logits, x[lo*w.In:hi*w.In], hi-lo)
-	})
+	return meanLoss(normalizers, targets, w.Out, compactLogits(x, w))
+}
+
+// compactLogits is linearLogits for weights in a compact type.
+func compactLogits(x []float32, w *gemm.Compact) func(logits []float32, lo, hi int) {
+	return func(logits []float32, lo, hi int) { w.Linear(nil, logits, x[lo*w.In:hi*w.In], hi-lo) }
 }
 
 // LogProbs sets each element of y to the log-probability of a row's target under softmax(x·wᵀ), or to 0
 // for a row without target, and sets normalizers as LinearForward does.
 func LogProbs[T cpu.Float](y, normalizers, x, w []T, targets []int, d, v int) {
+	logProbs(y, normalizers, targets, v, linearLogits(x, w, d, v))
+}
+
+// CompactLogProbs is [LogProbs] for weights in a compact type.
+func CompactLogProbs(y, normalizers, x []float32, w *gemm.Compact, targets []int) {
+	logProbs(y, normalizers, targets, w.Out, compactLogits(x, w))
+}
+
+// logProbs is LogProbs for the logits that a function computes.
+func logProbs[T cpu.Float](y, normalizers []T, targets []int, v int, compute func(logits []T, lo, hi int)) {
 	b := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(b)
 	losses := b.Floats(len(targets))
-	chunkedLosses(losses, normalizers, targets, v, linearLogits(x, w, d, v))
+	chunkedLosses(losses, normalizers, targets, v, compute)
 	for r, loss := range losses {
 		y[r] = T(-loss)
 	}
@@ -166,28 +179,55 @@ func LogProbsBackward[T cpu.Float](dx, dw, x, w, normalizers []T, targets []int,
 	linearBackward(dx, dw, x, w, normalizers, targets, d, v, -1, g)
 }
 
+// CompactBackward computes dx as LinearBackward does, for weights in a compact type.
+func CompactBackward(dx, x []float32, w *gemm.Compact, normalizers []float32, targets []int, g float32) {
+	compactBackward(dx, x, w, normalizers, targets, g, nil)
+}
+
+// CompactLogProbsBackward computes dx as LogProbsBackward does, for weights in a compact type.
+func CompactLogProbsBackward(dx, x []float32, w *gemm.Compact, normalizers []float32, targets []int,
+	g []float32) {
+	compactBackward(dx, x, w, normalizers, targets, -1, g)
+}
+
+func compactBackward(dx, x []float32, w *gemm.Compact, normalizers []float32, targets []int, g float32,
+	factors []float32) {
+	d := w.In
+	chunkedGradients(normalizers, targets, w.Out, g, factors, compactLogits(x, w),
+		func(dlogits []float32, lo, hi int) { w.InputGrad(nil, dx[lo*d:hi*d], dlogits, hi-lo) })
+}
+
 // linearBackward computes dx and dw for the gradient g of each row's loss, times the row's factor.
 func linearBackward[T cpu.Float](dx, dw, x, w, normalizers []T, targets []int, d, v int, g T,
 	factors []T) {
+	beta := T(0)
+	use := func(dlogits []T, lo, hi int) {
+		gemm.Mul(false, false, hi-lo, d, v, 1, dlogits, v, w, d, 0, dx[lo*d:hi*d], d)
+		if len(dw) > 0 {
+			gemm.Mul(true, false, v, d, hi-lo, 1, dlogits, v, x[lo*d:hi*d], d, beta, dw, d)
+		}
+		beta = 1
+	}
+	chunkedGradients(normalizers, targets, v, g, factors, linearLogits(x, w, d, v), use)
+}
+
+// chunkedGradients computes the gradients of the logits of one chunk of rows [lo, hi) at a time, and passes
+// them to use.
+func chunkedGradients[T cpu.Float](normalizers []T, targets []int, v int, g T, factors []T,
+	compute, use func(logits []T, lo, hi int)) {
 	rows, chunk := len(targets), min(len(targets), chunkRows(v))
 	b := cpu.GetBuffers[T]()
 	defer cpu.PutBuffers(b)
 	logits := b.Elements(chunk * v)
-	beta := T(0)
 	for lo := 0; lo < rows; lo += chunk {
 		hi := min(lo+chunk, rows)
-		xc := x[lo*d : hi*d]
-		gemm.Linear(logits, xc, w, hi-lo, d, v)
+		compute(logits, lo, hi)
 		own := factors
 		if own != nil {
 			own = own[lo:hi]
 		}
 		cpu.Spread(hi-lo, cpu.Grain(20*v), rowGradients[T]{logits, logits, normalizers[2*lo : 2*hi],
 			targets[lo:hi], v, g, own})
-		gemm.Mul(false, false, hi-lo, d, v, 1, logits, v, w, d, 0, dx[lo*d:hi*d], d)
-		if len(dw) > 0 {
-			gemm.Mul(true, false, v, d, hi-lo, 1, logits, v, xc, d, beta, dw, d)
-		}
-		beta = 1
+		use(logits, lo, hi)
 	}
 }

@@ -9,6 +9,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
 	"github.com/kasmina-go/kasmina/internal/half"
+	"github.com/kasmina-go/kasmina/internal/quant"
 )
 
 // CompactType is the type of the weights of a [Compact].
@@ -23,12 +24,27 @@ const (
 	// Q8 is llama.cpp's q8_0: 32 neighbors in a row share a scale in float16, and each weight is a
 	// multiple of the scale from -127 to 127. It takes 34 bytes per 32 weights.
 	Q8
+	// Float8 and NF4 are the formats of package quant. They are meant for products of many rows.
+	Float8
+	NF4
 )
+
+// format returns the format of package quant, or 0 for a type with panels.
+func (t CompactType) format() quant.Format {
+	switch t {
+	case Float8:
+		return quant.Float8
+	case NF4:
+		return quant.NF4
+	}
+	return 0
+}
 
 // Compact is a matrix of weights, [out, in], in a compact type or arranged for fast products, which with few
 // rows take as long as reading the weights.
 //
-// Rows of the matrix are stored in panels of 32, in reading order of a product:
+// A matrix of type Float8 or NF4 is a [quant.Matrix]. Of the other types, rows of the matrix are stored in
+// panels of 32, in reading order of a product:
 //
 //   - Float32: for each of the neighbors in a row, the weights of all rows of the panel;
 //   - BFloat16: for each pair of neighbors in a row, the pairs of all rows of the panel;
@@ -40,6 +56,9 @@ type Compact struct {
 	Type    CompactType
 	Out, In int
 	data    []byte
+
+	builder   *quant.Builder // Float8 and NF4, until Finish
+	quantized *quant.Matrix  // Float8 and NF4, from Finish on
 }
 
 // Sizes of panels. The assembly depends on them.
@@ -49,9 +68,14 @@ const (
 	compactBlockBytes = compactLanes * (2 + compactBlock)
 )
 
-// NewCompact returns a matrix of zeros in memory of the slab.
+// NewCompact returns a matrix of zeros in memory of the slab. Set must be called for all rows, and then
+// Finish.
 func NewCompact(t CompactType, out, in int, slab *cpu.Slab) *Compact {
 	w := &Compact{Type: t, Out: out, In: in}
+	if f := t.format(); f != 0 {
+		w.builder, _ = quant.NewBuilder(f, out, in) // the size is not negative
+		return w
+	}
 	w.data = slab.Take(cpu.CeilDiv(out, compactLanes) * w.panelBytes())
 	return w
 }
@@ -84,15 +108,35 @@ func (w *Compact) bytes(k int) int {
 func (w *Compact) panelBytes() int { return w.bytes(w.depth()) }
 
 // Bytes returns the size of the matrix.
-func (w *Compact) Bytes() int { return len(w.data) }
+func (w *Compact) Bytes() int {
+	if w.quantized != nil {
+		return w.quantized.Bytes()
+	}
+	return len(w.data)
+}
 
-// Set converts and stores rows from the given one on, which must be a multiple of 32. Only the last rows of
-// the matrix may be fewer than 32. It returns an error if a weight exceeds the range of the type.
+// Finish makes the matrix ready for use after all rows have been set.
+func (w *Compact) Finish() {
+	if w.builder != nil {
+		w.quantized, w.builder = w.builder.Matrix(), nil
+	}
+}
+
+// Quantized returns the matrix of type Float8 or NF4, or nil for another type.
+func (w *Compact) Quantized() *quant.Matrix { return w.quantized }
+
+// Set converts and stores rows from the given one on. The first row must be a multiple of 32, or of 64 for
+// NF4, and so must be the number of rows unless they are the matrix's last. Set returns an error if a weight
+// exceeds the range of the type.
 func (w *Compact) Set(row int, values []float32) error {
 	rows := len(values) / max(1, w.In)
 	if row%compactLanes != 0 || rows*w.In != len(values) || row+rows > w.Out ||
 		rows%compactLanes != 0 && row+rows != w.Out {
 		panic("gemm: Compact.Set: the rows are not whole panels of the matrix")
+	}
+
+	if w.builder != nil {
+		return w.builder.Set(row, values)
 	}
 
 	panels := cpu.CeilDiv(rows, compactLanes)
@@ -151,6 +195,10 @@ func (t CompactType) String() string {
 		return "bf16"
 	case Q8:
 		return "q8_0"
+	case Float8:
+		return "f8"
+	case NF4:
+		return "nf4"
 	}
 	return fmt.Sprintf("CompactType(%d)", uint8(t))
 }
@@ -212,8 +260,13 @@ func setBlock(to []byte, lane int, x []float32) (fits bool) {
 
 // Row writes a row of the matrix to y, which has In elements.
 func (w *Compact) Row(y []float32, row int) {
-	panel, lane := w.panel(row/compactLanes), row%compactLanes
 	y = y[:w.In]
+	if w.quantized != nil {
+		w.quantized.Decode(y, row, row+1)
+		return
+	}
+
+	panel, lane := w.panel(row/compactLanes), row%compactLanes
 	switch w.Type {
 	case Float32:
 		for i := range y {
@@ -239,11 +292,52 @@ func (w *Compact) Row(y []float32, row int) {
 }
 
 // Expand writes all rows of the matrix to y.
-func (w *Compact) Expand(y []float32) {
-	cpu.Parallel(w.Out, 16, func(lo, hi int) {
+func (w *Compact) Expand(y []float32) { w.Rows(y, 0, w.Out) }
+
+// Rows writes rows [from, to) of the matrix to y.
+func (w *Compact) Rows(y []float32, from, to int) {
+	if w.quantized != nil {
+		w.quantized.Decode(y, from, to)
+		return
+	}
+	cpu.Parallel(to-from, 16, func(lo, hi int) {
 		for row := lo; row < hi; row++ {
-			w.Row(y[row*w.In:], row)
+			w.Row(y[row*w.In:], from+row)
 		}
+	})
+}
+
+// widened is the number of weights that are widened together, so that they stay in a cache until a product
+// has read them.
+const widened = 1 << 19
+
+// eachPart widens the matrix part by part, and calls f with the first row of each part and its rows.
+func (w *Compact) eachPart(stop *cpu.Stop, f func(row, rows int, part []float32)) {
+	buf := cpu.GetBuffers[float32]()
+	defer cpu.PutBuffers(buf)
+	rows := min(w.Out, max(64, widened/max(1, w.In)/64*64))
+	part := buf.Elements(rows * w.In)
+	for row := 0; row < w.Out && !stop.Asked(); row += rows {
+		rows := min(rows, w.Out-row)
+		w.Rows(part, row, row+rows)
+		f(row, rows, part[:rows*w.In])
+	}
+}
+
+// InputGrad computes dx = dy·w, the gradient of Linear's x for the gradient dy of its y. It returns early if
+// stop requests it.
+func (w *Compact) InputGrad(stop *cpu.Stop, dx, dy []float32, rows int) {
+	beta := float32(0)
+	w.eachPart(stop, func(row, n int, part []float32) {
+		Mul(false, false, rows, w.In, n, 1, dy[row:], w.Out, part, w.In, beta, dx, w.In)
+		beta = 1
+	})
+}
+
+// linearInParts computes y = x·wᵀ for a matrix without panels.
+func (w *Compact) linearInParts(stop *cpu.Stop, y, x []float32, rows int) {
+	w.eachPart(stop, func(row, n int, part []float32) {
+		Mul(false, true, rows, n, w.In, 1, x, w.In, part, w.In, 0, y[row:], w.Out)
 	})
 }
 
@@ -289,7 +383,8 @@ type CompactProduct struct {
 
 // Linear computes y = x·wᵀ for the given number of rows of x. It returns early if stop requests it.
 //
-// Every element of y is summed in the same order for any number of rows and of cores.
+// Every element of y is summed in the same order for any number of cores and, unless the type is Float8 or
+// NF4, of rows.
 func (w *Compact) Linear(stop *cpu.Stop, y, x []float32, rows int) {
 	CompactLinear(stop, x, rows, CompactProduct{y, w})
 }
@@ -302,6 +397,13 @@ func CompactLinear(stop *cpu.Stop, x []float32, rows int, products ...CompactPro
 	}
 
 	first := products[0].W
+	if first.Type.format() != 0 {
+		for _, q := range products {
+			q.W.linearInParts(stop, q.Y, x, rows)
+		}
+		return
+	}
+
 	p := compactProducts{stop: stop, x: x, rows: rows, width: first.depth(),
 		kernel: compactWith.byType[first.Type]}
 	checkMatrix(x, rows, first.In, first.In)

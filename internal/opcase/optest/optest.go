@@ -31,6 +31,8 @@ type Setup struct {
 	// Forward and Backward bound the relative distances of results from the reference, and of
 	// gradients from those in float64.
 	Forward, Backward float64
+	// Prepare, unless it is nil, changes each case before it runs.
+	Prepare func(opcase.Case) opcase.Case
 	// Kernels skips ops without a GPU kernel.
 	Kernels bool
 	// Share, if it is at least 2, runs a random 1/Share of the cases.
@@ -68,6 +70,9 @@ func Run(t *testing.T, s Setup) {
 
 // run checks one case.
 func (s Setup) run(t *testing.T, c opcase.Case, r *rand.Rand) {
+	if s.Prepare != nil {
+		c = s.Prepare(c)
+	}
 	want := c.Want(c.In)
 	weights := opcase.Normal(r, len(want)).Values
 	exact := Setup{Dtype: tensor.Float64, Open: Tape}
