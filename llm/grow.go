@@ -11,6 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/internal/judge"
 	"github.com/kasmina-go/kasmina/llm/internal/ranks"
 	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/control"
@@ -287,7 +288,7 @@ func (g *growth) endEpoch(loss float64) error {
 		return err
 	}
 
-	var verdict *trialVerdict
+	var verdict *judge.Verdict
 	if options != nil && options.Validation != nil && g.judged() && (seeds.Lattice(0).Epoch()+1)%options.Every == 0 {
 		var err error
 		if verdict, err = g.compareSeeds(metrics); err != nil {
@@ -379,7 +380,7 @@ func (g *growth) measureSites() error {
 }
 
 // compareSeeds measures the effect of the seeds on the model. Seeds on trial are compared with the twin.
-func (g *growth) compareSeeds(metrics []state.Metrics) (verdict *trialVerdict, err error) {
+func (g *growth) compareSeeds(metrics []state.Metrics) (verdict *judge.Verdict, err error) {
 	j := g.judge()
 	if g.twin != nil {
 		if j.Without, err = g.catchUp(); err != nil {
@@ -420,7 +421,7 @@ func (g *growth) judgeDepth(m *state.Metrics, l *state.Lattice) error {
 		if err != nil {
 			continue
 		}
-		if score, ok := depthScore(append(r.Curve, state.Point{Epoch: r.Epoch + 1,
+		if score, ok := judge.Depth(append(r.Curve, state.Point{Epoch: r.Epoch + 1,
 			Share: m.Share, Loss: m.Loss}),
 			past, s.Seed); ok {
 			m.Seeds = append(m.Seeds, score)
@@ -432,8 +433,8 @@ func (g *growth) judgeDepth(m *state.Metrics, l *state.Lattice) error {
 
 // judge returns a judge of the model's seeds. Its losses may be NaN or infinite. It ignores requests
 // to stop, because the end of an epoch must be processed completely or not at all.
-func (g *growth) judge() seedJudge {
-	return seedJudge{Seeds: g.t.Model.Kasmina, Text: g.options.Validation, Loss: g.t.driver.engine.Loss}
+func (g *growth) judge() judge.Judge {
+	return judge.Judge{Seeds: g.t.Model.Kasmina, Text: g.options.Validation, Loss: g.t.driver.engine.Loss}
 }
 
 // record writes a decision.
@@ -455,7 +456,7 @@ func (g *growth) replay() *Record {
 
 // decide returns the commands of the controller, subject to the governor, or the recorded commands if the
 // run follows a record.
-func (g *growth) decide(v *trialVerdict) ([]state.Command, error) {
+func (g *growth) decide(v *judge.Verdict) ([]state.Command, error) {
 	if r := g.replay(); r != nil {
 		return r.Commands(g.t.last.Step), nil
 	}

@@ -6,6 +6,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/parallel"
+	"github.com/kasmina-go/kasmina/llm/internal/directions"
 )
 
 // listenBatches is the number of batches over which gradients are summed, and listenRank the number
@@ -15,7 +16,7 @@ const listenBatches, listenRank = 8, 32
 // heardModel holds the gradients of weights with seeds, by name.
 type heardModel struct {
 	config Config
-	by     map[string]heardGradient
+	by     map[string]directions.Gradient
 }
 
 // listenedWeights returns the names of the weights with seeds, without duplicates.
@@ -51,12 +52,12 @@ func listenTo(c Config, e Engine, loader Loader) (m heardModel, err error) {
 		shapes[name] = shape
 	}
 
-	found := make([]heardGradient, len(names))
+	found := make([]directions.Gradient, len(names))
 	parallel.Each(len(names), func(i int) {
 		shape := shapes[names[i]]
-		found[i] = hearGradient(sums[i], shape[0], shape[1], listenRank)
+		found[i] = directions.Of(sums[i], shape[0], shape[1], listenRank)
 	})
-	m = heardModel{c, map[string]heardGradient{}}
+	m = heardModel{c, map[string]directions.Gradient{}}
 	for i, name := range names {
 		m.by[name] = found[i]
 	}
@@ -106,7 +107,7 @@ func addTo[T float32 | float64](sum []float32, x []T) []float32 {
 }
 
 // gradientOf returns the gradient of a seed's weight.
-func (m heardModel) gradientOf(seed int) heardGradient {
+func (m heardModel) gradientOf(seed int) directions.Gradient {
 	return m.by[m.config.WeightName(m.config.Weights[seed])]
 }
 

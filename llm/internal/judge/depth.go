@@ -1,4 +1,4 @@
-package llm
+package judge
 
 import (
 	"math"
@@ -12,13 +12,13 @@ import (
 // half as far again predicted losses that no model reached, so that good growths were undone.
 const depthHorizon = 1.15
 
-// depthScore returns the metrics of a seed in depth during its evaluation: the run's current loss and the
+// Depth returns the metrics of a seed in depth during its evaluation: the run's current loss and the
 // loss the run would have reached by now without the growth.
 //
 // [curve.Fit] predicts the latter from the curve before the growth. If the curve does not follow a
 // law yet, the last loss before the growth is used instead, so that the growth need only prove
 // harmless. Without a curve, ok is false.
-func depthScore(points []state.Point, past []state.Transition, seed int) (m state.SeedMetrics, ok bool) {
+func Depth(points []state.Point, past []state.Transition, seed int) (m state.SeedMetrics, ok bool) {
 	grafted, evaluated := -1, -1
 	for _, p := range past { // newest first
 		switch p.To {

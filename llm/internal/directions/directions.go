@@ -1,4 +1,5 @@
-package llm
+// Package directions finds the dominant directions of gradients.
+package directions
 
 import (
 	"math"
@@ -7,8 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// heardGradient holds the dominant directions of a weight's gradient.
-type heardGradient struct {
+// A Gradient holds the dominant directions of a weight's gradient.
+type Gradient struct {
 	Norm       float64     // sqrt(Σ g²/n) over its n numbers
 	Sigma      []float64   // the largest singular values, in order
 	Directions [][]float32 // unit right singular vector for each value
@@ -19,9 +20,9 @@ type heardGradient struct {
 // the singular vectors.
 const extraDirections, listenTurns = 8, 2
 
-// hearGradient returns up to rank dominant directions of an out×in gradient. Equal gradients give
+// Of returns up to rank dominant directions of an out×in gradient. Equal gradients give
 // bit-identical directions. (Halko, Martinsson and Tropp, "Finding Structure with Randomness", 2011.)
-func hearGradient(gradient []float32, out, in, rank int) (h heardGradient) {
+func Of(gradient []float32, out, in, rank int) (h Gradient) {
 	square := 0.0
 	for _, g := range gradient {
 		square += float64(g) * float64(g)

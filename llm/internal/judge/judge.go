@@ -1,4 +1,5 @@
-package llm
+// Package judge measures the effect of seeds on a model that grows, from its losses on held-out text.
+package judge
 
 import (
 	"errors"
@@ -11,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// seedJudge measures the effect of seeds on a model.
-type seedJudge struct {
+// A Judge measures the effect of seeds on a model.
+type Judge struct {
 	Seeds *state.Network
 	Text  *data.Evaluation
 	Loss  func(data.Batch) (float64, error) // loss of the current model
@@ -24,8 +25,8 @@ type seedJudge struct {
 	Without []float64
 }
 
-// trialVerdict describes the effect of the seeds on trial.
-type trialVerdict struct {
+// A Verdict describes the effect of the seeds on trial.
+type Verdict struct {
 	// the model's mean loss minus its twin's, in nats per token
 	Harm float64
 	// share of the batches with a difference of the same sign as Harm
@@ -38,7 +39,7 @@ type trialVerdict struct {
 //
 // Seeds on trial are compared in every stage, with the model's twin. Other seeds are compared in
 // Evaluating and FineTuning, with the model after muting them. The verdict is nil without a trial.
-func (j seedJudge) Add(metrics []state.Metrics) (verdict *trialVerdict, err error) {
+func (j Judge) Add(metrics []state.Metrics) (verdict *Verdict, err error) {
 	var with []float64
 	for layer, l := range j.Seeds.Lattices() {
 		if l.Site() == blueprints.Depth {
@@ -76,19 +77,19 @@ func (j seedJudge) Add(metrics []state.Metrics) (verdict *trialVerdict, err erro
 }
 
 // compareTwin compares the model with its twin and returns the verdict.
-func (j seedJudge) compareTwin(m *state.SeedMetrics, with []float64) *trialVerdict {
+func (j Judge) compareTwin(m *state.SeedMetrics, with []float64) *Verdict {
 	if len(j.Without) == len(with) {
 		scoreSeed(m, with, j.Without)
 	} else { // the twin has diverged
 		m.Compared, m.Without, m.Stability = true, -worstLoss, 1
 		m.Performance, m.Errors = meanPerformance(with, with)
 	}
-	return &trialVerdict{m.Without - m.Performance, m.Stability, m.Errors}
+	return &Verdict{m.Without - m.Performance, m.Stability, m.Errors}
 }
 
 // Mean returns the model's mean loss over the batches. If no loss is finite, it returns a large
 // number, because a curve requires finite numbers.
-func (j seedJudge) Mean() (float64, error) {
+func (j Judge) Mean() (float64, error) {
 	losses, err := j.Losses()
 	if err != nil {
 		return 0, err
@@ -99,7 +100,7 @@ func (j seedJudge) Mean() (float64, error) {
 
 // try measures the model with the blueprint of a seed in Training at full strength. with holds the losses
 // of the batches without it.
-func (j seedJudge) try(m *state.SeedMetrics, l *state.Lattice, with []float64) error {
+func (j Judge) try(m *state.SeedMetrics, l *state.Lattice, with []float64) error {
 	if err := l.Probe(m.Seed, true); err != nil {
 		return err
 	}
@@ -120,7 +121,7 @@ func (j seedJudge) try(m *state.SeedMetrics, l *state.Lattice, with []float64) e
 }
 
 // compare measures the model without a seed. with holds the losses of the batches with it.
-func (j seedJudge) compare(m *state.SeedMetrics, l *state.Lattice, with []float64) error {
+func (j Judge) compare(m *state.SeedMetrics, l *state.Lattice, with []float64) error {
 	if err := l.Mute(m.Seed, true); err != nil {
 		return err
 	}
@@ -147,7 +148,7 @@ func scoreSeed(m *state.SeedMetrics, with, without []float64) {
 }
 
 // Losses returns the model's loss on each batch of the text; it may be NaN or infinite.
-func (j seedJudge) Losses() (losses []float64, err error) {
+func (j Judge) Losses() (losses []float64, err error) {
 	for b := range j.Text.Batches() {
 		l, err := j.Loss(b)
 		if err != nil {

@@ -1,4 +1,4 @@
-package llm
+package directions
 
 import (
 	"math"
@@ -44,16 +44,16 @@ func matrixOf(out, in int, sigma []float64, r *rand.Rand) (g []float32, right []
 	return g, right
 }
 
-// TestHearGradient checks that hearGradient finds the largest singular values and their directions for matrices
+// TestOf checks that Of finds the largest singular values and their directions for matrices
 // of various shapes, and that its result is reproducible.
-func TestHearGradient(t *testing.T) {
+func TestOf(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for _, shape := range [][2]int{{40, 70}, {70, 40}, {12, 12}, {300, 20}} {
 		out, in := shape[0], shape[1]
 		sigma := []float64{1, 9, 0.01, 4, 2, 0.5, 0.1, 0.05}
 		order := []int{1, 3, 4, 0, 5}
 		g, right := matrixOf(out, in, sigma, r)
-		h := hearGradient(g, out, in, len(order))
+		h := Of(g, out, in, len(order))
 		square := 0.0
 		for _, s := range sigma {
 			square += s * s
@@ -70,26 +70,26 @@ func TestHearGradient(t *testing.T) {
 			require.InDelta(t, 1, math.Abs(along), 1e-3, "%v: direction %d", shape, k)
 			require.InDelta(t, 1, length, 1e-4)
 		}
-		require.Equal(t, h, hearGradient(g, out, in, len(order)))
+		require.Equal(t, h, Of(g, out, in, len(order)))
 	}
 }
 
-// TestHearLowRank checks that hearGradient returns no more directions than the rank of the gradient, and
+// TestLowRank checks that Of returns no more directions than the rank of the gradient, and
 // none if it is 0 or not finite.
-func TestHearLowRank(t *testing.T) {
+func TestLowRank(t *testing.T) {
 	g := make([]float32, 6*5)
-	require.Empty(t, hearGradient(g, 6, 5, 3).Directions)
+	require.Empty(t, Of(g, 6, 5, 3).Directions)
 	for i := range 5 {
 		g[2*5+i] = float32(i) // a single row, so the rank is 1
 	}
 
-	h := hearGradient(g, 6, 5, 3)
+	h := Of(g, 6, 5, 3)
 	require.InEpsilon(t, math.Sqrt(30), h.Sigma[0], 1e-5)
 	for _, s := range h.Sigma[1:] {
 		require.Less(t, s, 1e-5)
 	}
 
-	require.LessOrEqual(t, len(hearGradient(g, 6, 5, 100).Directions), 5)
+	require.LessOrEqual(t, len(Of(g, 6, 5, 100).Directions), 5)
 	g[0] = float32(math.NaN())
-	require.Empty(t, hearGradient(g, 6, 5, 3).Directions)
+	require.Empty(t, Of(g, 6, 5, 3).Directions)
 }
