@@ -444,3 +444,39 @@ func (d *driver) gatherState() error {
 	}
 	return nil
 }
+
+// figures returns the measurements of the planted blueprints from the step's last batch, no matter which rank
+// computed it. measured is false for an engine that is not a Sensor.
+func (d *driver) figures() (all []SeedFigures, measured bool, err error) {
+	s, ok := d.engine.(Sensor)
+	if !ok {
+		return nil, false, nil
+	}
+
+	e := d.t.team.ranks()
+	if e == nil {
+		all, err = s.Figures()
+		return all, true, err
+	}
+
+	last := (d.t.Config.Accumulate - 1) % e.Ranks()
+	if e.Rank() == last { // other ranks may have computed no batch
+		all, err = s.Figures()
+	}
+
+	if err := d.t.team.agree(err); err != nil {
+		return nil, true, err
+	}
+
+	of, err := ranks.Swap(e, "figures", all)
+	if err != nil {
+		return nil, true, err
+	}
+
+	return of[last], true, nil
+}
+
+// forget clears the optimizer's moments of a parameter.
+func (d *driver) forget(p Param) error {
+	return d.engine.Forget(p.Name, 0, p.Value.Shape().TotalSize())
+}

@@ -12,7 +12,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/judge"
-	"github.com/kasmina-go/kasmina/llm/internal/ranks"
 	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/control"
 )
@@ -468,16 +467,30 @@ func (g *growth) decide(v *judge.Verdict) ([]state.Command, error) {
 	return shared(g.t, "the controller's commands", own)
 }
 
+// follow carries out the recorded commands for a step within an epoch. At the end of an epoch, recorded
+// commands are carried out in place of the controller's.
+func (g *growth) follow() error {
+	r := g.replay()
+	if r == nil {
+		return nil
+	}
+	for _, c := range r.Commands(g.t.last.Step) {
+		if err := g.t.steering.obey([]state.Command{c}); err != nil {
+			return fmt.Errorf("the record of growth: %w", err)
+		}
+	}
+	return nil
+}
+
 // sense passes the measurements of planted blueprints, from the epoch's last batch, to the lattices of
 // weights and of the stream. Dormant seeds are not measured.
 func (g *growth) sense() error {
-	s, ok := g.t.driver.engine.(Sensor)
-	if !ok || len(g.t.Model.Planted) == 0 {
+	if len(g.t.Model.Planted) == 0 {
 		return nil
 	}
 
-	all, err := g.figures(s)
-	if err != nil {
+	all, measured, err := g.t.driver.figures()
+	if err != nil || !measured {
 		return err
 	}
 
@@ -490,28 +503,4 @@ func (g *growth) sense() error {
 	}
 
 	return nil
-}
-
-// figures returns the measurements from the step's last batch, no matter which rank computed it.
-func (g *growth) figures(s Sensor) (all []SeedFigures, err error) {
-	e := g.t.team.ranks()
-	if e == nil {
-		return s.Figures()
-	}
-
-	last := (g.t.Config.Accumulate - 1) % e.Ranks()
-	if e.Rank() == last { // other ranks may have computed no batch
-		all, err = s.Figures()
-	}
-
-	if err := g.t.team.agree(err); err != nil {
-		return nil, err
-	}
-
-	of, err := ranks.Swap(e, "figures", all)
-	if err != nil {
-		return nil, err
-	}
-
-	return of[last], nil
 }

@@ -7,6 +7,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/parallel"
 	"github.com/kasmina-go/kasmina/llm/internal/directions"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // listenBatches is the number of batches over which gradients are summed, and listenRank the number
@@ -140,4 +141,85 @@ func (m heardModel) Rows(p Planted) [][]float32 {
 	}
 	d := m.gradientOf(p.Seed).Directions
 	return d[:min(len(d), p.Size)]
+}
+
+// The weights of a frozen model have no gradients during training to show where seeds are needed. The
+// trainer therefore listens before anything is planted: it computes the gradients of weights with
+// seeds once, over the next batches, then discards them and restores the loader's position.
+
+// errUnplanted is the error for a step of a frozen model without anything to train.
+var errUnplanted = errors.New("the model is frozen (TrainConfig.Frozen), and nothing is planted that " +
+	"could learn: plant with Trainer.Grow and a controller such as control.NewAdapters, or with " +
+	"Model.Kasmina.Do")
+
+// plantFirst lets the controller of a frozen model decide before the first step that could train a
+// blueprint.
+func (g *growth) plantFirst() error {
+	if !g.t.Config.Frozen || len(g.t.Model.Planted) > 0 || g.options == nil || anyAwake(g.t.Model.Kasmina) {
+		return nil
+	}
+
+	// Listen also when following a record, so that the seeds' figures are the recorded run's.
+	if err := g.listen(); err != nil {
+		return err
+	}
+
+	commands, err := g.decide(nil)
+	if err != nil {
+		return err
+	}
+
+	return g.carryOut(commands, nil)
+}
+
+// listen records the gradient norms of the seeds at weights, and passes their singular values to the
+// controller if it is a GradientListener.
+func (g *growth) listen() error {
+	layer := g.t.Model.LayerAt(blueprints.Weight)
+	if layer < 0 {
+		return nil
+	}
+
+	heard, err := g.t.driver.hear()
+	if err != nil {
+		return err
+	}
+
+	if by, ok := g.options.Controller.(state.GradientListener); ok {
+		by.Heard(heard.Sigma(layer))
+	}
+
+	return measureNeeds(g.t.Model.Kasmina.Lattice(layer), heard.Norms())
+}
+
+// directions returns the gradients that directed blueprints are initialized from.
+func (g *growth) directions(plant []Planted) (m heardModel, err error) {
+	if g.t.Config.Directed && len(plant) > 0 {
+		return g.t.driver.hear()
+	}
+	return m, nil
+}
+
+// hear returns the current gradients of the weights with seeds.
+func (d *driver) hear() (m heardModel, err error) {
+	if d.t.team.ranks() != nil {
+		return m, errors.New("several ranks cannot listen to a frozen model: train it with one, or " +
+			"plant with Model.Kasmina.Do, without TrainConfig.Directed")
+	}
+
+	c, build := d.t.Config, d.t.Config.Engine
+	if build == nil {
+		build = CPUEngine()
+	}
+
+	c.Accumulate, c.listen = 1, listenedWeights(d.t.Model.Config)
+	e, err := build(d.t.Model, d.t.Optimizer, c)
+	if err == nil {
+		m, err = listenTo(d.t.Model.Config, e, d.t.Loader)
+	}
+	if err != nil {
+		err = fmt.Errorf("listening to the frozen model: %w", err)
+	}
+
+	return m, err
 }

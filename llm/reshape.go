@@ -150,7 +150,7 @@ func (g *growth) forgetCopies(order []int) error {
 			if !strings.HasPrefix(p.Name, blockPrefix(i)) || !g.t.Config.Learns(p.Name) {
 				continue
 			}
-			if err := g.t.driver.engine.Forget(p.Name, 0, p.Value.Shape().TotalSize()); err != nil {
+			if err := g.t.driver.forget(p); err != nil {
 				return err
 			}
 		}

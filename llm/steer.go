@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -273,105 +272,9 @@ func (s *steering) recordStop() error {
 	return s.t.growth.record(Decision{Asked: AskedToStop, Why: string(why)})
 }
 
-// follow carries out the recorded commands for a step within an epoch. At the end of an epoch, recorded
-// commands are carried out in place of the controller's.
-func (g *growth) follow() error {
-	r := g.replay()
-	if r == nil {
-		return nil
-	}
-	for _, c := range r.Commands(g.t.last.Step) {
-		if err := g.t.steering.obey([]state.Command{c}); err != nil {
-			return fmt.Errorf("the record of growth: %w", err)
-		}
-	}
-	return nil
-}
-
 // obey carries out commands immediately. The model must be locked.
 func (s *steering) obey(commands []state.Command) error {
 	err := s.t.Model.Kasmina.Obey(commands...)
 	s.told = s.told || err == nil
 	return err
-}
-
-// The weights of a frozen model have no gradients during training to show where seeds are needed. The
-// trainer therefore listens before anything is planted: it computes the gradients of weights with
-// seeds once, over the next batches, then discards them and restores the loader's position.
-
-// errUnplanted is the error for a step of a frozen model without anything to train.
-var errUnplanted = errors.New("the model is frozen (TrainConfig.Frozen), and nothing is planted that " +
-	"could learn: plant with Trainer.Grow and a controller such as control.NewAdapters, or with " +
-	"Model.Kasmina.Do")
-
-// plantFirst lets the controller of a frozen model decide before the first step that could train a
-// blueprint.
-func (g *growth) plantFirst() error {
-	if !g.t.Config.Frozen || len(g.t.Model.Planted) > 0 || g.options == nil || anyAwake(g.t.Model.Kasmina) {
-		return nil
-	}
-
-	// Listen also when following a record, so that the seeds' figures are the recorded run's.
-	if err := g.listen(); err != nil {
-		return err
-	}
-
-	commands, err := g.decide(nil)
-	if err != nil {
-		return err
-	}
-
-	return g.carryOut(commands, nil)
-}
-
-// listen records the gradient norms of the seeds at weights, and passes their singular values to the
-// controller if it is a GradientListener.
-func (g *growth) listen() error {
-	layer := g.t.Model.LayerAt(blueprints.Weight)
-	if layer < 0 {
-		return nil
-	}
-
-	heard, err := g.hear()
-	if err != nil {
-		return err
-	}
-
-	if by, ok := g.options.Controller.(state.GradientListener); ok {
-		by.Heard(heard.Sigma(layer))
-	}
-
-	return measureNeeds(g.t.Model.Kasmina.Lattice(layer), heard.Norms())
-}
-
-// hear returns the current gradients of the weights with seeds.
-func (g *growth) hear() (m heardModel, err error) {
-	if g.t.team.ranks() != nil {
-		return m, errors.New("several ranks cannot listen to a frozen model: train it with one, or " +
-			"plant with Model.Kasmina.Do, without TrainConfig.Directed")
-	}
-
-	c, build := g.t.Config, g.t.Config.Engine
-	if build == nil {
-		build = CPUEngine()
-	}
-
-	c.Accumulate, c.listen = 1, listenedWeights(g.t.Model.Config)
-	e, err := build(g.t.Model, g.t.Optimizer, c)
-	if err == nil {
-		m, err = listenTo(g.t.Model.Config, e, g.t.Loader)
-	}
-	if err != nil {
-		err = fmt.Errorf("listening to the frozen model: %w", err)
-	}
-
-	return m, err
-}
-
-// directions returns the gradients that directed blueprints are initialized from.
-func (g *growth) directions(plant []Planted) (m heardModel, err error) {
-	if g.t.Config.Directed && len(plant) > 0 {
-		return g.hear()
-	}
-	return m, nil
 }

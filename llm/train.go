@@ -178,7 +178,7 @@ type Trainer struct {
 }
 
 // progress is the part of a run's position that training steps advance, besides the model, the optimizer,
-// the loader and the lattices. A copy of progress is a snapshot: see growth.suspend.
+// the loader and the lattices. A copy of progress is a snapshot: see driver.suspend.
 type progress struct {
 	learning [][]bool    // slots of each Kasmina layer that learned at the last step, or nil
 	heard    ranks.Heard // the ranks' words from the last step

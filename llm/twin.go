@@ -8,17 +8,9 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/blueprints"
-	"github.com/kasmina-go/kasmina/internal/parallel"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/state"
 )
-
-// A branch is a copy of everything that training steps change in a model: parameters, optimizer
-// moments and loss scale.
-type branch struct {
-	modelState // not shared with the model
-	scale      *LossScale
-}
 
 // A twin is the model without the blueprints on trial.
 //
@@ -64,7 +56,7 @@ func (g *growth) tryOut() error {
 		if len(grafted) == 0 {
 			return nil
 		}
-		b, err := g.branch()
+		b, err := g.t.driver.branch()
 		if err != nil {
 			return err
 		}
@@ -113,78 +105,11 @@ func (g *growth) grafted() (all []state.Address) {
 	return all
 }
 
-// branch returns a copy of the model's parameters, moments and loss scale.
-func (g *growth) branch() (b branch, err error) {
-	m, err := g.t.driver.now()
-	if err != nil {
-		return b, err
-	}
-	return branch{m.Clone(), g.t.driver.lossScale()}, nil
-}
-
-// enter replaces the model's parameters, moments and loss scale with the branch's. If the optimizer
-// rejects the branch, nothing changes.
-func (g *growth) enter(b branch) error {
-	scale := g.t.driver.lossScale()
-	if err := g.t.driver.setLossScale(b.scale); err != nil {
-		return err
-	}
-
-	if err := g.t.Optimizer.SetState(b.Moments); err != nil {
-		return errors.Join(err, g.t.driver.setLossScale(scale))
-	}
-
-	g.t.learning = nil // the moments may belong to slots that are frozen by now
-	changed(g.t.Model)
-	parallel.Each(len(b.Params), func(i int) {
-		copyNumbers(g.t.Model.Params[i].Value, b.Params[i].Value)
-	})
-	if err := g.t.driver.engine.Push(); err != nil {
-		return fmt.Errorf("%w: %w", errNotTaken, err)
-	}
-
-	return nil
-}
-
-// errNotTaken marks an error from enter after which the host holds the branch but the engine does
-// not.
-var errNotTaken = errors.New("the engine has not taken the parameters")
-
-// suspend copies everything that training steps change and returns a function that restores it. If
-// restoring fails, the trainer needs a Resume; the model's own parameters are then only on the host, or
-// lost.
-func (g *growth) suspend() (restore func() error, err error) {
-	own, err := g.branch()
-	if err != nil {
-		return nil, err
-	}
-
-	progress, arrays := g.t.progress, g.t.Model.Kasmina.Arrays()
-	loader, rate := g.t.Loader.State(), g.t.Optimizer.LR()
-
-	return func() error {
-		install, err := g.t.Model.Kasmina.Load(arrays)
-		if err == nil {
-			install()
-		}
-		err = errors.Join(err, g.t.Loader.SetState(loader), g.t.Optimizer.SetLR(rate), g.enter(own))
-		g.t.progress = progress
-		if err != nil {
-			failed := modelLost
-			if errors.Is(err, errNotTaken) {
-				failed = pushFailed
-			}
-			g.t.on(failed, fmt.Errorf("the model could not be restored after its twin's steps: %w", err))
-		}
-		return err
-	}, nil
-}
-
 // catchUp makes the twin's outstanding steps, and returns its losses on the validation text, or a
 // single infinite loss if it has diverged. Everything else is restored afterwards, even after an
 // error.
 func (g *growth) catchUp() (losses []float64, err error) {
-	restore, err := g.suspend()
+	restore, err := g.t.driver.suspend()
 	if err != nil {
 		return nil, err
 	}
@@ -212,7 +137,7 @@ func (g *growth) train(w *twin) (losses []float64, err error) {
 	}
 
 	if !w.lost {
-		if err := g.enter(w.branch); err != nil {
+		if err := g.t.driver.enter(w.branch); err != nil {
 			return nil, err
 		}
 	}
@@ -221,35 +146,24 @@ func (g *growth) train(w *twin) (losses []float64, err error) {
 		return nil, err
 	}
 
-	defer func(whole bool) { g.t.driver.whole = whole }(g.t.driver.whole)
-
-	g.t.driver.whole = true
-	sum := 0.0
-	for _, rate := range w.rates {
-		if w.lost {
-			break
-		}
-		u := update{rate: rate, before: rate}
-		_, err := g.t.driver.compute(&u)
-		sum, g.t.spent.FLOPs = sum+u.norm, g.t.spent.FLOPs+g.t.stepFLOPs()
-		if w.lost = errors.Is(err, ErrDiverged); err != nil && !w.lost {
-			return nil, errors.Join(err, g.t.driver.engine.Drop())
-		}
+	sum, err := g.t.driver.repeat(w.rates)
+	if err != nil && !errors.Is(err, ErrDiverged) {
+		return nil, err
 	}
 
 	steps := float64(max(1, len(w.rates)))
 	w.norm, w.without = w.sum/steps, sum/steps
 
-	if w.lost {
+	if w.lost = w.lost || err != nil; w.lost {
 		w.branch = branch{}
-		return []float64{math.Inf(1)}, g.t.driver.engine.Drop()
+		return []float64{math.Inf(1)}, nil
 	}
 
 	if losses, err = g.judge().Losses(); err != nil {
 		return nil, err
 	}
 
-	w.branch, err = g.branch()
+	w.branch, err = g.t.driver.branch()
 	return losses, err
 }
 
@@ -268,7 +182,7 @@ func (g *growth) adopt() error {
 		return nil
 	}
 
-	if err := g.enter(g.twin.branch); errors.Is(err, errNotTaken) {
+	if err := g.t.driver.enter(g.twin.branch); errors.Is(err, errNotTaken) {
 		g.t.on(pushFailed, err)
 		return err
 	} else if err != nil {
