@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"math/bits"
 	"slices"
 	"sync"
 	"time"
@@ -37,6 +38,10 @@ type BatcherOptions struct {
 	// [Inference]. They belong to the current texts, and as far as there is room to earlier ones. The
 	// default is 1024 tokens for each of Texts, or the model's context if that is more.
 	Tokens int
+	// Lookup is the largest number of tokens that a text may be extended by in one pass, if it repeats an
+	// earlier part of itself. The tokens are the same as without it (Saxena, "Prompt lookup decoding", 2023).
+	// Batchers of an [Inference] on a GPU do not support it.
+	Lookup int
 }
 
 // Batcher continues any number of texts at the same time. Each pass over the model computes
@@ -71,6 +76,7 @@ type Batcher struct {
 	shape    uint64       // and the state of its blocks
 	attached []attachedSeed
 	last     time.Duration // time of the last pass
+	passes   int
 }
 
 // passShape is the shape of a graph for a pass: the number of tokens, of tokens that get logits, and of
@@ -95,7 +101,9 @@ type batchText struct {
 // A batchJob is a request for the logits that follow a text.
 type batchJob struct {
 	ctx     context.Context
-	tokens  []int      // the whole text
+	tokens  []int      // the whole text, followed by the proposed tokens
+	draft   int        // number of proposed tokens
+	ahead   []any      // logits after the proposed tokens
 	adapter int        // index, or noAdapter
 	text    *batchText // keys and values of some first tokens; nil before the first pass
 	logits  any
@@ -136,6 +144,8 @@ func newDeviceBatcher(i *Inference, o BatcherOptions) (*Batcher, error) {
 			"model with package llm/gpu")
 	case len(o.Adapters) > 0:
 		err = errors.New("adapters of single texts need a model on the CPU")
+	case o.Lookup != 0:
+		err = errors.New("Lookup needs a model on the CPU")
 	}
 	if err != nil {
 		return nil, fmt.Errorf("llm: NewBatcher: %w", err)
@@ -164,6 +174,9 @@ func newBatcherOf(b *Batcher, o BatcherOptions) (*Batcher, error) {
 	if o.Texts < 1 || o.Rows < o.Texts {
 		return nil, fmt.Errorf("llm: NewBatcher: %d texts and %d rows, want at least one text and as many "+
 			"rows as texts", o.Texts, o.Rows)
+	}
+	if o.Lookup < 0 || o.Lookup >= o.Rows {
+		return nil, fmt.Errorf("llm: NewBatcher: Lookup is %d, want at least 0 and less than the %d rows", o.Lookup, o.Rows)
 	}
 
 	b.options, b.arrived, b.done = o, make(chan struct{}, 1), make(chan struct{})
@@ -225,12 +238,20 @@ func (b *Batcher) Decoder() (func(ctx context.Context, tokens []int) (any, error
 // decoder implements Decoder for the model with an adapter.
 func (b *Batcher) decoder(adapter int) (func(ctx context.Context, tokens []int) (any, error), error) {
 	var text *batchText
+	repeats := newLookup(b.options.Lookup)
 	return func(ctx context.Context, tokens []int) (any, error) {
 		if err := b.check(tokens); err != nil {
 			return nil, err
 		}
 		j := &batchJob{ctx: ctx, tokens: slices.Clone(tokens), adapter: adapter, text: text,
 			done: make(chan struct{})}
+		if b.options.Lookup > 0 {
+			if logits, ok := repeats.logits(tokens, b.changes()); ok {
+				return logits, nil
+			}
+			draft := repeats.propose(tokens, b.config.Seq-len(tokens))
+			j.tokens, j.draft = append(j.tokens, draft...), len(draft)
+		}
 		text = nil // until the job has ended without an error
 
 		b.mu.Lock()
@@ -250,9 +271,18 @@ func (b *Batcher) decoder(adapter int) (func(ctx context.Context, tokens []int) 
 		}
 		if j.err == nil {
 			text = j.text
+			repeats.record(j.tokens, j.ahead, j.text.seen)
 		}
 		return j.logits, j.err
 	}, nil
+}
+
+// changes returns the number of changes of the model so far.
+func (b *Batcher) changes() uint64 {
+	if b.model == nil {
+		return 0
+	}
+	return changesOf(b.model)
 }
 
 // check returns an error for tokens that no model of this size can follow.
@@ -296,6 +326,7 @@ func (b *Batcher) run() {
 		began := time.Now()
 		finished, err := b.pass(jobs)
 		b.last = time.Since(began)
+		b.passes++
 		if err != nil {
 			for _, j := range jobs {
 				j.err = err
@@ -359,7 +390,7 @@ func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
 	}
 	spans := make([]kvcache.Span, len(chosen))
 	var finishing []*batchJob
-	var lastRows []int // the rows of their last tokens
+	var lastRows []int // the rows of their last tokens, and of the proposed ones
 	rows, positions := 0, 0
 	var adapters []int // of the rows
 	for i, c := range chosen {
@@ -368,7 +399,10 @@ func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
 		spans[i] = kvcache.Span{Sequence: c.text.sequence, Start: len(c.text.tokens), Rows: c.rows}
 		rows += c.rows
 		if len(c.text.tokens)+c.rows == len(c.tokens) {
-			finishing, lastRows = append(finishing, c.batchJob), append(lastRows, rows-1)
+			finishing = append(finishing, c.batchJob)
+			for row := rows - 1 - c.draft; row < rows; row++ {
+				lastRows = append(lastRows, row)
+			}
 		}
 	}
 	if err := b.spans.Set(spans...); err != nil {
@@ -376,7 +410,7 @@ func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
 	}
 	b.selected.Set(adapters)
 
-	r, err := b.graph(rows, len(finishing), positions)
+	r, err := b.graph(rows, len(lastRows), positions)
 	if err != nil {
 		return nil, err
 	}
@@ -398,8 +432,13 @@ func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
 	for _, c := range chosen {
 		c.text.tokens = append(c.text.tokens, c.next()...)
 	}
-	for i, j := range finishing {
-		j.logits = b.rowOf(logits, i, r.Logits.Shape()[1])
+	row := 0
+	for _, j := range finishing {
+		j.logits = b.rowOf(logits, row, r.Logits.Shape()[1])
+		for i := range j.draft {
+			j.ahead = append(j.ahead, b.rowOf(logits, row+1+i, r.Logits.Shape()[1]))
+		}
+		row += 1 + j.draft
 		b.keep(j.text)
 	}
 
@@ -421,23 +460,33 @@ func (c batchShare) next() []int { return c.tokens[len(c.text.tokens):][:c.rows]
 // longest.
 func (b *Batcher) choose(jobs []*batchJob) (chosen []batchShare) {
 	left := b.options.Rows
+	drop := func(j *batchJob, proposed int) {
+		j.tokens, j.draft = j.tokens[:len(j.tokens)-proposed], j.draft-proposed
+	}
 	assign := func(j *batchJob, rows int) {
+		// The pass that reaches the last token of a text computes its proposed tokens, too, or drops them.
+		if short := rows - left; short > 0 && short <= j.draft {
+			drop(j, short)
+			rows = left
+		}
 		if n := min(rows, left); n > 0 && b.reserve(j.text, n, chosen) {
 			chosen, left = append(chosen, batchShare{j, n}), left-n
 		}
 	}
 
 	var prompts []*batchJob
+	share := b.options.Rows / min(len(jobs), b.options.Texts) // leaves a row for every text
 	for _, j := range jobs {
+		drop(j, max(0, j.draft+1-share))
 		b.locate(j)
 		if b.pages != nil {
 			b.keep(j.text)
 		}
 		switch missing := len(j.tokens) - len(j.text.tokens); {
-		case missing > 1:
+		case missing > 1+j.draft:
 			prompts = append(prompts, j)
 		case len(chosen) < b.options.Texts:
-			assign(j, 1)
+			assign(j, missing)
 		}
 	}
 	for _, j := range prompts {
@@ -478,9 +527,17 @@ func (b *Batcher) reserve(t *batchText, tokens int, chosen []batchShare) bool {
 
 // locate assigns to a job a text that holds a proper prefix of the job's tokens.
 func (b *Batcher) locate(j *batchJob) {
-	if t := j.text; t != nil && t.seen == b.seen && !t.evicted && commonPrefix(t.tokens, j.tokens) == len(t.tokens) &&
-		len(t.tokens) < len(j.tokens) {
-		return
+	length := len(j.tokens) - j.draft
+	if t := j.text; t != nil && t.seen == b.seen && !t.evicted {
+		common := min(commonPrefix(t.tokens, j.tokens), length-1)
+		if common < len(t.tokens) && common >= len(t.tokens)-b.options.Lookup {
+			// Some proposed tokens were wrong.
+			t.tokens = t.tokens[:common]
+			t.sequence.Truncate(common)
+		}
+		if common == len(t.tokens) {
+			return
+		}
 	}
 
 	most, longest := 0, &batchText{sequence: b.newSequence()}
@@ -488,7 +545,7 @@ func (b *Batcher) locate(j *batchJob) {
 		if t.adapter != j.adapter {
 			continue
 		}
-		if n := min(commonPrefix(t.tokens, j.tokens), len(j.tokens)-1); n > most {
+		if n := min(commonPrefix(t.tokens, j.tokens), length-1); n > most {
 			most, longest = n, t
 		}
 	}
@@ -577,6 +634,9 @@ const fewestPositions = 1024
 // graph returns a graph with at least the given number of rows, of rows with logits, and of positions.
 func (b *Batcher) graph(rows, wanted, positions int) (Runner, error) {
 	shape := passShape{roundRows(rows), roundRows(max(1, wanted)), 0}
+	if b.options.Lookup > 0 { // which makes the number of rows with logits vary
+		shape.wanted = min(shape.rows, 1<<bits.Len(uint(max(1, wanted)-1)))
+	}
 	if b.pages != nil {
 		// Fewer graphs are worth more than fewer rows, which hardly save time on a device. Prompts can finish
 		// in addition to the texts that are continued.
