@@ -49,6 +49,7 @@ template, it continues each line as it is.`,
 	markRequired(c, "model")
 	o.adapterFlag(c)
 	o.inferenceFlags(c)
+	o.lookupFlag(c)
 	return c
 }
 

@@ -269,6 +269,9 @@ var effects = map[string]effect{
 	"chat --precision":       {"chat -m TINY", "chat -m TINY --precision none"},
 
 	"serve --model":     {"serve -m TINY --cors x", "serve --model none"},
+	"serve --lookup":    {"serve -m TINY --addr nowhere", "serve -m TINY --addr nowhere --lookup -1"},
+	"chat --lookup":     {"chat -m TINY", "chat -m TINY --lookup 65"},
+	"generate --lookup": {"generate -m TINY -p a -n 9", "generate -m TINY -p a -n 9 --lookup -1"},
 	"serve --adapter":   {"serve -m TINY --addr nowhere", "serve -m TINY --addr 127.0.0.1:0 --adapter none"},
 	"serve --addr":      {"serve -m TINY --addr nowhere", "serve -m TINY --addr elsewhere"},
 	"serve --api-key":   {"serve -m TINY --addr nowhere", "serve -m TINY --addr nowhere --api-key="},

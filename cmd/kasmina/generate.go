@@ -57,6 +57,7 @@ Standard output receives the prompt and the generated text, token by token, and 
 	markRequired(c, "model")
 	o.adapterFlag(c)
 	o.inferenceFlags(c)
+	o.lookupFlag(c)
 	return c
 }
 
@@ -151,7 +152,8 @@ func (o *generateOptions) run(c *cobra.Command) error {
 	write := func(g *llm.Generator) error {
 		return o.write(c, g.Generate(c.Context(), prompt, o.n, s), tok.NewDecoder(true), prompt, shown, f.Generation.End)
 	}
-	if f.adapter() != nil { // a batcher prepares adapters once, and not for each token
+	// A batcher prepares adapters once, and not for each token.
+	if f.adapter() != nil || o.lookup > 0 {
 		g, err := o.generator(c, f, f.Config.Seq, 1)
 		if err != nil {
 			return err
@@ -191,7 +193,7 @@ func (o *generateOptions) check() error {
 		return fmt.Errorf("--top-p is %v, want 0 to 1", o.topP)
 	}
 
-	return nil
+	return o.checkLookup()
 }
 
 // maxPrompt limits the bytes of a prompt from standard input.

@@ -136,3 +136,15 @@ func TestJSONSchema(t *testing.T) {
 	_, err = kasmina(t, "chat", "--model", tiny, "--json-schema", schema)
 	require.ErrorContains(t, err, "uniqueItems")
 }
+
+// TestLookupFlag checks that --lookup does not change a text.
+func TestLookupFlag(t *testing.T) {
+	for _, more := range [][]string{{"-t", "0"}, {"-t", "0.5", "-s", "3"}} {
+		args := append([]string{"generate", "--model", tiny, "-p", "copy copy copy copy", "-n", "60", "--device", "cpu"}, more...)
+		want, err := kasmina(t, args...)
+		require.NoError(t, err)
+		got, err := kasmina(t, append(args, "--lookup", "8")...)
+		require.NoError(t, err)
+		require.Equal(t, want, got)
+	}
+}

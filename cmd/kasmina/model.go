@@ -26,6 +26,7 @@ type common struct {
 	seq                                 int
 
 	adapters []string // folders of adapters
+	lookup   int      // see llm.BatcherOptions.Lookup
 }
 
 func (o *common) modelFlag(c *cobra.Command) {

@@ -65,6 +65,7 @@ Ctrl-C finishes the answers in progress and exits. Pressing it again exits at on
 	markRequired(c, "model")
 	o.adapterFlags(c)
 	o.inferenceFlags(c)
+	o.lookupFlag(c)
 	return c
 }
 
@@ -98,7 +99,7 @@ func (o *serveOptions) check() error {
 }
 
 func (o *serveOptions) run(c *cobra.Command) error {
-	if err := o.check(); err != nil {
+	if err := errors.Join(o.check(), o.checkLookup()); err != nil {
 		return err
 	}
 	o.MaxBody = o.maxBody << 20
@@ -246,7 +247,8 @@ func (o *common) generator(c *cobra.Command, f *openedModel, seq, texts int) (ge
 	if err != nil {
 		return generator{}, err
 	}
-	b, err := i.NewBatcher(llm.BatcherOptions{Texts: texts, Rows: max(128, texts), Adapters: chosen})
+	b, err := i.NewBatcher(llm.BatcherOptions{Texts: texts, Rows: max(128, texts), Adapters: chosen,
+		Lookup: o.lookup})
 	if err != nil {
 		return generator{}, err
 	}
@@ -264,6 +266,9 @@ func (o *common) generator(c *cobra.Command, f *openedModel, seq, texts int) (ge
 
 func (o *common) generatorOnGPU(ctx context.Context, f *openedModel, seq, texts int, device *cudaops.Device,
 	p cudaops.Precision, stderr io.Writer) (generator, error) {
+	if o.lookup > 0 {
+		return generator{}, errors.Join(errors.New("--lookup needs --device cpu"), device.Close())
+	}
 	if n := len(f.adapters); n > 1 {
 		return generator{}, errors.Join(fmt.Errorf("--adapter is given %d times, and a GPU serves a model with at most "+
 			"one: give one, or use --device cpu", n), device.Close())

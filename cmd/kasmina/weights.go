@@ -19,6 +19,22 @@ func (o *common) inferenceFlags(c *cobra.Command) {
 		"f32, but on a CPU bf16 if the model's files have it)", "f32", "bf16", "q8_0", "f16", "f8")
 }
 
+// mostLookup is the largest --lookup.
+const mostLookup = 64
+
+func (o *common) lookupFlag(c *cobra.Command) {
+	c.Flags().IntVar(&o.lookup, "lookup", 0, "extend texts that repeat parts of themselves by up to this many tokens at "+
+		"once, on a CPU; the tokens stay the same")
+}
+
+// checkLookup returns an error for an impossible --lookup.
+func (o *common) checkLookup() error {
+	if o.lookup < 0 || o.lookup > mostLookup {
+		return fmt.Errorf("--lookup is %d, want 0 to %d", o.lookup, mostLookup)
+	}
+	return nil
+}
+
 // openInference opens the device to compute on for a command that does not train. It returns nil for the
 // CPU.
 func (o *common) openInference(stderr io.Writer) (*cudaops.Device, cudaops.Precision, error) {
