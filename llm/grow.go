@@ -32,7 +32,7 @@ type Growth struct {
 	//
 	// The curve of a seed in depth also uses the loss on this text. Models that grow only in depth
 	// need no text. Their curve then uses the training loss, which is adequate for runs that do not
-	// repeat their text.
+	// repeat their text. A replay must have the text of the recorded run, or none if that had none.
 	Validation *data.Evaluation
 	// Every is the number of epochs from one comparison to the next; 0 means 1. A comparison requires
 	// a pass of the model over the text, and another one for each seed in Training. During a trial it
@@ -93,7 +93,8 @@ func (t *Trainer) Grow(g Growth) error {
 	}
 
 	// Growth in depth and growth in a frozen model are not judged on a text.
-	if g.Validation == nil && t.growth.judged() && !t.Config.Frozen && !growsDepthAlone(g.Controller) {
+	unjudged := t.Config.Frozen || growsDepthAlone(g.Controller) || g.Replay != nil && g.Replay.unjudged
+	if g.Validation == nil && t.growth.judged() && !unjudged {
 		return errors.New("llm: Grow: Validation is nil, want the text on which blueprints " +
 			"are judged, such as data.NewEvaluation makes from held-out text")
 	}
@@ -105,6 +106,10 @@ func (t *Trainer) Grow(g Growth) error {
 	}
 
 	if g.Validation != nil {
+		if g.Replay != nil && g.Replay.unjudged {
+			return errors.New("llm: Grow: the recorded run did not judge its blueprints on a text, so " +
+				"that its replay needs a nil Validation")
+		}
 		if err := t.canEvaluate(g.Validation); err != nil {
 			return fmt.Errorf("llm: Grow: %w", err)
 		}
@@ -442,6 +447,7 @@ func (g *growth) record(d Decision) error {
 		return nil
 	}
 	d.Step, d.Share = g.t.last.Step, g.t.share
+	d.Unjudged = d.Command != nil && g.options.Validation == nil
 	return d.Write(g.options.Record)
 }
 

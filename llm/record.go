@@ -26,6 +26,8 @@ type Decision struct {
 	Loss    *jsonfloat.Float `json:"loss,omitempty"`
 	Command *state.Command   `json:"command,omitempty"` // includes the reason for the command
 	Refused string           `json:"refused,omitempty"` // why the command was rejected
+	// whether the command was given in a run without text to judge blueprints on (Growth.Validation)
+	Unjudged bool `json:"unjudged,omitempty"`
 	Note    string           `json:"note,omitempty"`    // predictions of the controller; see [state.Narrator]
 
 	Asked string `json:"asked,omitempty"` // AskedToSave or AskedToStop
@@ -39,6 +41,7 @@ type Record struct {
 	commands map[int][]state.Command // by number of completed steps
 	shares   map[int]float64
 	last     int    // step
+	unjudged bool   // whether the recorded run had no text to judge blueprints on
 	sum      string // checksum of its lines
 }
 
@@ -78,6 +81,7 @@ func ReadRecord(r io.Reader) (*Record, error) {
 					"from %d and a share from 0 to 1", n, d.Step, d.Share, rec.last)
 		}
 		rec.last, rec.shares[d.Step] = d.Step, d.Share
+		rec.unjudged = rec.unjudged || d.Unjudged
 		if d.Command != nil && d.Refused == "" {
 			rec.commands[d.Step] = append(rec.commands[d.Step], *d.Command)
 		}
