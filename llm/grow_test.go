@@ -267,6 +267,28 @@ func TestDepthNeedsNoText(t *testing.T) {
 			t.Error(err)
 		}
 	}
+
+	// A replay of a run without text has none either. The record says so, because it may contain
+	// commands for other sites.
+	record, err := ReadRecord(strings.NewReader(
+		`{"step":1,"share":0,"command":{"action":"Germinate","layer":0,"seed":0,"slot":0,"kind":"Residual"},"unjudged":true}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	if err := tr.Grow(Growth{Replay: record}); err != nil {
+		t.Error(err)
+	}
+
+	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, c.Seq)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	err = tr.Grow(Growth{Replay: record, Validation: text})
+	if err == nil || !strings.Contains(err.Error(), "needs a nil Validation") {
+		t.Errorf("got %v, want an error about the text of the recorded run", err)
+	}
 }
 
 // TestJudge checks how seeds are judged: a seed in Evaluating by the model's loss with it and without it,
