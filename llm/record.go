@@ -27,8 +27,8 @@ type Decision struct {
 	Command *state.Command   `json:"command,omitempty"` // includes the reason for the command
 	Refused string           `json:"refused,omitempty"` // why the command was rejected
 	// whether the command was given in a run without text to judge blueprints on (Growth.Validation)
-	Unjudged bool `json:"unjudged,omitempty"`
-	Note    string           `json:"note,omitempty"`    // predictions of the controller; see [state.Narrator]
+	Unjudged bool   `json:"unjudged,omitempty"`
+	Note     string `json:"note,omitempty"` // predictions of the controller; see [state.Narrator]
 
 	Asked string `json:"asked,omitempty"` // AskedToSave or AskedToStop
 	Why   string `json:"why,omitempty"`   // who asked, and why
