@@ -77,6 +77,12 @@ func (a LoRA) ScaleOf(target string) float64 {
 	return alpha / rank
 }
 
+// sameShapes reports whether two sets of adapters for a model have the same parameters.
+func (a LoRA) sameShapes(b LoRA) bool {
+	return a.Magnitude == b.Magnitude && slices.Equal(a.Targets, b.Targets) &&
+		!slices.ContainsFunc(a.Targets, func(target string) bool { return a.RankOf(target) != b.RankOf(target) })
+}
+
 // AllLinear is the [Config.MatchLayers] pattern for all linear layers of the blocks.
 const AllLinear = "all-linear"
 

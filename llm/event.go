@@ -67,6 +67,9 @@ type Event struct {
 	// the last evaluation, if the run trains on pairs.
 	Preferences, ValPreferences op.PreferenceFigures
 
+	// Retention has the latest figures of the run's [Retention], if it has one.
+	Retention RetentionFigures
+
 	Path    string          // Saved: the checkpoint's file
 	Text    string          // Sampled: prompt and continuation
 	Ops     []optime.OpTime // Profiled: times of the engine's ops

@@ -20,8 +20,8 @@ import (
 // [Trainer.Use] adds parts to a trainer.
 //
 // A checkpoint contains the state of every part, which Resume hands back to it. A part participates
-// in the run through the hooks it implements: [RunStarter], [StepPreparer], [StepFinisher], and
-// [EventReceiver].
+// in the run through the hooks it implements: [RunStarter], [StepPreparer], [StepFinisher], [RateScaler],
+// [RunEnder], and [EventReceiver].
 type Part interface {
 	// Name identifies the part's state in a checkpoint. It consists of lower-case letters, digits and
 	// hyphens, and must be unique within a trainer. The trainer's own parts are named run, loader,
@@ -54,6 +54,18 @@ type StepPreparer interface {
 type StepFinisher interface {
 	Part
 	FinishStep(Turn) error
+}
+
+// A RateScaler is a [Part] that scales the learning rate. RateFactor returns its factor for the next step.
+type RateScaler interface {
+	Part
+	RateFactor() float64
+}
+
+// A RunEnder is a [Part] that can end a run before its last planned step. Ended is called after every step.
+type RunEnder interface {
+	Part
+	Ended() bool
 }
 
 // An EventReceiver is a [Part] that receives the events of a run as a [Callback] does.
@@ -147,6 +159,25 @@ func (t *Trainer) prepareParts() error {
 		t.team.refuseStep(e, err)
 	}
 	return err
+}
+
+// rateFactor returns the product of the factors of the parts on the learning rate.
+func (t *Trainer) rateFactor() float64 {
+	factor := 1.0
+	for _, p := range t.parts {
+		if s, ok := p.(RateScaler); ok {
+			factor *= s.RateFactor()
+		}
+	}
+	return factor
+}
+
+// ended reports whether a part ends the run.
+func (t *Trainer) ended() bool {
+	return slices.ContainsFunc(t.parts, func(p Part) bool {
+		e, ok := p.(RunEnder)
+		return ok && e.Ended()
+	})
 }
 
 func (t *Trainer) finishParts() error {

@@ -750,13 +750,14 @@ func (t *Trainer) stepFLOPs() float64 {
 
 // noteEnd updates the budget in the latest event and whether the run has made its last step.
 func (t *Trainer) noteEnd() {
+	ended := t.ended()
 	t.note(func(e *Event) {
 		e.Spent = t.spent
 		e.Steps, e.Budget, e.Share = t.Config.Steps, t.Config.Budget, t.share
 		if e.Budget == (Budget{}) {
 			e.Share = min(1, float64(e.Step)/float64(e.Steps))
 		}
-		e.Last = e.Step >= e.Steps || e.Share >= 1
+		e.Last = e.Step >= e.Steps || e.Share >= 1 || ended
 	})
 }
 
@@ -766,7 +767,7 @@ func (t *Trainer) rate(done int) float64 {
 	if t.Config.Annealing != nil {
 		r *= t.Config.Annealing(t.share)
 	}
-	return r * t.growth.rewarmed(done)
+	return r * t.growth.rewarmed(done) * t.rateFactor()
 }
 
 // canEvaluate returns an error unless the model can be evaluated on a text. The model must be locked.
