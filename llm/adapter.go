@@ -50,6 +50,10 @@ type LoRA struct {
 	// Ranks and Alphas override Rank and Alpha for individual targets.
 	Ranks  map[string]int     `json:"ranks,omitempty"`
 	Alphas map[string]float64 `json:"alphas,omitempty"`
+
+	// Growing permits a [RankGrowth] to change Targets, Ranks and Alphas during training. Rank and Alpha then
+	// determine the factor s of all adapters, whatever their rank.
+	Growing bool `json:"growing,omitempty"`
 }
 
 // IsZero reports whether l describes no adapters.
@@ -75,6 +79,28 @@ func (a LoRA) ScaleOf(target string) float64 {
 		return alpha / math.Sqrt(rank)
 	}
 	return alpha / rank
+}
+
+// growingScale returns the factor s of growing adapters, which does not depend on their rank.
+func (a LoRA) growingScale() float64 {
+	if a.RankStabilized {
+		return a.Alpha / math.Sqrt(float64(a.Rank))
+	}
+	return a.Alpha / float64(a.Rank)
+}
+
+// withRanks returns growing adapters with other targets and ranks, and with the same factor s.
+func (a LoRA) withRanks(targets []string, rank func(target string) int) LoRA {
+	scale := a.growingScale()
+	a.Targets, a.Ranks, a.Alphas = slices.Clone(targets), map[string]int{}, map[string]float64{}
+	for _, target := range targets {
+		n := rank(target)
+		a.Ranks[target], a.Alphas[target] = n, scale*float64(n)
+		if a.RankStabilized {
+			a.Alphas[target] = scale * math.Sqrt(float64(n))
+		}
+	}
+	return a
 }
 
 // sameShapes reports whether two sets of adapters for a model have the same parameters.

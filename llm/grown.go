@@ -120,6 +120,9 @@ func (c Config) Origin() Config {
 	}
 
 	c.Grown, c.Blocks = nil, blockPattern(all)
+	if c.Adapter.Growing {
+		c.Adapter.Targets, c.Adapter.Ranks, c.Adapter.Alphas = nil, nil, nil
+	}
 	return c
 }
 

@@ -13,10 +13,11 @@
 //	python3 tools/bench/peers/torch_peers.py > torch.jsonl
 //	go run ./tools/bench -table kasmina.jsonl torch.jsonl
 //
-// Two subcommands train models to the end and compare them:
+// Three subcommands train models to the end and compare them:
 //
 //	go run ./tools/bench growth -help                          # pairs of a grown and a static model
 //	go run ./tools/bench study -help                           # recipes of growth, on several budgets
+//	go run ./tools/bench forgetting -help                      # learning against forgetting in tuning
 //
 // Another one times the generation of tokens:
 //
@@ -47,6 +48,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/cudaops/cudabench"
+	"github.com/kasmina-go/kasmina/tools/bench/forgetting"
 	"github.com/kasmina-go/kasmina/tools/bench/growth"
 )
 
@@ -91,7 +93,8 @@ type options struct {
 
 // comparisons are the commands that train models to the end.
 var comparisons = map[string]func(ctx context.Context, args []string, stdout, stderr io.Writer) error{
-	"growth": growth.Pairs, "study": growth.Study, "decode": decode}
+	"growth": growth.Pairs, "study": growth.Study, "forgetting": forgetting.Run,
+	"decode": decode}
 
 // compare runs one of the comparisons.
 func compare(args []string) error {

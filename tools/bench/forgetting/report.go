@@ -1,0 +1,159 @@
+package forgetting
+
+import (
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"io"
+	"math"
+	"slices"
+)
+
+// shares are the shares of LoRA's largest gain on the new text at which forgetting is compared.
+var shares = []float64{0.5, 0.7, 0.9}
+
+// A frontier holds the points that no other point of the same way of tuning beats: the least rise of the loss on
+// the old text for each loss on the new text. Losses on the new text decrease, and rises increase.
+type frontier []point
+
+// newFrontier returns the frontier of points whose Old is the rise.
+func newFrontier(all []point) (f frontier) {
+	slices.SortFunc(all, func(a, b point) int { return cmp.Or(cmp.Compare(a.Old, b.Old), cmp.Compare(a.New, b.New)) })
+	for _, p := range all {
+		if len(f) == 0 || p.New < f[len(f)-1].New {
+			f = append(f, p)
+		}
+	}
+	return f
+}
+
+// at returns the rise at a loss on the new text, interpolated linearly. It returns NaN if the frontier does not
+// reach the loss.
+func (f frontier) at(loss float64) float64 {
+	i := slices.IndexFunc(f, func(p point) bool { return p.New <= loss })
+	switch {
+	case i < 0:
+		return math.NaN()
+	case i == 0:
+		return f[0].Old
+	}
+	a, b := f[i-1], f[i]
+	return a.Old + (b.Old-a.Old)*(a.New-loss)/(a.New-b.New)
+}
+
+// A summary describes a way of tuning, over all seeds.
+type summary struct {
+	Arm    string  `json:"arm"`
+	Params int     `json:"params"`
+	Best   float64 `json:"best_new_loss"` // mean of the best losses on the new text
+	Rise   float64 `json:"rise_there"`    // mean of the rises on the old text at these
+
+	// Ratios are the rises relative to those of LoRA at all ranks, at each of the shares: mean, least and
+	// largest over the seeds. A ratio is null if a seed does not reach the loss.
+	Ratios [][3]*float64 `json:"ratios"`
+}
+
+// curvesOf returns the frontiers of each way of tuning by seed. The curve of "" is that of LoRA at all ranks.
+func curvesOf(records []record) map[string]map[uint64]frontier {
+	points := map[string]map[uint64][]point{}
+	add := func(name string, r record) {
+		if points[name] == nil {
+			points[name] = map[uint64][]point{}
+		}
+		list := append(points[name][r.Seed], point{New: r.Base.New})
+		for _, p := range r.Points {
+			list = append(list, point{p.Step, p.New, p.Old - r.Base.Old})
+		}
+		points[name][r.Seed] = list
+	}
+	for _, r := range records {
+		add(r.Arm, r)
+		if len(r.Arm) > 4 && r.Arm[:4] == "LoRA" {
+			add("", r)
+		}
+	}
+
+	curves := map[string]map[uint64]frontier{}
+	for name, bySeed := range points {
+		curves[name] = map[uint64]frontier{}
+		for seed, list := range bySeed {
+			curves[name][seed] = newFrontier(list)
+		}
+	}
+	return curves
+}
+
+// summarize compares the ways of tuning.
+func summarize(records []record) (all []summary) {
+	curves := curvesOf(records)
+	for _, a := range arms() {
+		bySeed := curves[a.name]
+		if bySeed == nil {
+			continue
+		}
+
+		s := summary{Arm: a.name, Ratios: make([][3]*float64, len(shares))}
+		for _, r := range records {
+			if r.Arm == a.name {
+				s.Params = max(s.Params, r.Params)
+			}
+		}
+		ratios := make([][]float64, len(shares))
+		for seed, f := range bySeed {
+			last := f[len(f)-1]
+			s.Best += last.New / float64(len(bySeed))
+			s.Rise += last.Old / float64(len(bySeed))
+			lora := curves[""][seed]
+			if len(lora) < 2 {
+				continue
+			}
+			for i, share := range shares {
+				loss := lora[0].New - share*(lora[0].New-lora[len(lora)-1].New)
+				ratios[i] = append(ratios[i], f.at(loss)/lora.at(loss))
+			}
+		}
+		for i, list := range ratios {
+			if len(list) < len(bySeed) || slices.ContainsFunc(list, math.IsNaN) {
+				continue
+			}
+			mean := 0.0
+			for _, r := range list {
+				mean += r / float64(len(list))
+			}
+			least, most := slices.Min(list), slices.Max(list)
+			s.Ratios[i] = [3]*float64{&mean, &least, &most}
+		}
+		all = append(all, s)
+	}
+	return all
+}
+
+// report prints the table, draws the picture, and prints the JSON object.
+func report(picture string, records []record, w io.Writer) error {
+	all := summarize(records)
+	fmt.Fprintf(w, "| way of tuning | parameters | best new loss | rise of the old loss there | forgetting relative to LoRA "+
+		"at 50 %% of its gain | 70 %% | 90 %% |\n|---|---:|---:|---:|---:|---:|---:|\n")
+	for _, s := range all {
+		fmt.Fprintf(w, "| %s | %d | %.3f | %.3f |", s.Arm, s.Params, s.Best, s.Rise)
+		for _, r := range s.Ratios {
+			if r[0] == nil {
+				fmt.Fprint(w, " not reached |")
+			} else {
+				fmt.Fprintf(w, " %.2f (%.2f to %.2f) |", *r[0], *r[1], *r[2])
+			}
+		}
+		fmt.Fprintln(w)
+	}
+
+	if err := draw(picture, records); err != nil {
+		return err
+	}
+	fmt.Fprintf(w, "picture   %s\n", picture)
+
+	line, err := json.Marshal(map[string]any{"runs": len(records), "picture": picture, "arms": all})
+	if err != nil {
+		return err
+	}
+	_, err = fmt.Fprintf(w, "%s\n", line)
+	return err
+}
