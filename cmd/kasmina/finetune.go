@@ -63,6 +63,8 @@ type finetuneOptions struct {
 
 	preference op.Preference // the loss of preference pairs
 
+	retentionOptions
+
 	epochs    int
 	heldShare float64
 	prompts   []string
@@ -100,10 +102,12 @@ subfolder run holds the last checkpoint and the log. If a run was interrupted or
 continues it with the same bits as without the interruption.
 
 The last line of output is a JSON object with steps, tokens_per_s, train_loss, val_loss, trained_params,
-peak_gib and out, and for preference pairs reward_margin and reward_accuracy.`,
+peak_gib and out, for preference pairs reward_margin and reward_accuracy, and with --keep keep_loss,
+keep_rise and rollbacks.`,
 		Example: `  kasmina finetune -m Llama-3.2-1B-Instruct -d chat.jsonl -o tuned
   kasmina finetune -m Llama-3.2-1B-Instruct -d chat.jsonl -o merged --merge --epochs 1
   kasmina finetune -m Llama-3.2-1B-Instruct -d chat.jsonl -o last --method last --blocks 4
+  kasmina finetune -m Llama-3.2-1B-Instruct -d chat.jsonl -o gentle --grow-rank --keep wiki.txt --forget 0.02
   kasmina finetune -m Llama-3.2-1B-Instruct -d preferences.jsonl -o preferred --beta 0.1`,
 		Args:              cobra.NoArgs,
 		ValidArgsFunction: cobra.NoFileCompletions,
@@ -122,6 +126,7 @@ peak_gib and out, and for preference pairs reward_margin and reward_accuracy.`,
 	f.StringVar(&o.targets, "targets", llm.AllLinear, "layers with adapters, separated by commas, such as "+
 		"q_proj,v_proj or layers.[0-3].*; embed_tokens and lm_head must be named")
 	f.IntVar(&o.blocks, "blocks", 0, "number of blocks that learn with --method last")
+	o.retentionOptions.flags(c)
 	f.BoolVar(&o.merge, "merge", false, "merge the adapters into the model and save that")
 	o.baseFlag(c)
 	f.IntVarP(&o.train.Steps, "steps", "n", 0, "number of optimizer steps (default: as many as --epochs take)")
@@ -202,7 +207,7 @@ func (o *finetuneOptions) checkValues() error {
 		return fmt.Errorf("--preference-loss, --beta and --label-smoothing: %w", err)
 	}
 
-	return nil
+	return o.checkRetention()
 }
 
 func (o *finetuneOptions) run(c *cobra.Command) (err error) {
@@ -306,6 +311,10 @@ func (o *finetuneOptions) read(c *cobra.Command, f *hf.Folder) (*tuningData, err
 			return nil, fmt.Errorf("%s no effect, because %s has no preference pairs: leave it out", have(unused),
 				o.data)
 		}
+	}
+
+	if err := o.checkRetentionData(c, d.prefers); err != nil {
+		return nil, err
 	}
 
 	held, err := o.divide(d, report)
@@ -487,6 +496,11 @@ type tuned struct {
 	// The figures of preference pairs: of the held-out ones, or else of the last step.
 	RewardMargin   *float64 `json:"reward_margin,omitempty"`
 	RewardAccuracy *float64 `json:"reward_accuracy,omitempty"`
+
+	// The loss on the text of --keep, its rise, and the number of times that the run was rolled back.
+	KeepLoss  *float64 `json:"keep_loss,omitempty"`
+	KeepRise  *float64 `json:"keep_rise,omitempty"`
+	Rollbacks *int     `json:"rollbacks,omitempty"`
 }
 
 // tune trains from the given stage and saves the result.
@@ -508,6 +522,11 @@ func (o *finetuneOptions) tune(c *cobra.Command, on machines, s stage, f *hf.Fol
 	}
 
 	m, err := o.loadBase(c, f)
+	if err != nil {
+		return err
+	}
+
+	old, err := o.oldText(c, on, m, d)
 	if err == nil && o.adapts() {
 		m, err = llm.Adapt(m, lora, o.seed)
 	}
@@ -519,9 +538,12 @@ func (o *finetuneOptions) tune(c *cobra.Command, on machines, s stage, f *hf.Fol
 	if err != nil {
 		return err
 	}
+	if err := o.useRetention(t, old); err != nil {
+		return errors.Join(err, t.Close())
+	}
 
 	if on.team.First() && !o.quiet {
-		o.print(c.ErrOrStderr(), t, loader, d)
+		o.print(c.ErrOrStderr(), t, loader, d, old)
 	}
 
 	result, err := o.makeSteps(c, t, on, s, loader, d)
@@ -564,7 +586,7 @@ func (o *finetuneOptions) lora(c llm.Config) (a llm.LoRA, err error) {
 	}
 
 	return llm.LoRA{Rank: o.rank, Alpha: o.alpha, Dropout: o.dropout, Targets: targets,
-		RankStabilized: o.method == methodRSLoRA, Magnitude: o.method == methodDoRA}, nil
+		RankStabilized: o.method == methodRSLoRA, Magnitude: o.method == methodDoRA, Growing: o.growRank}, nil
 }
 
 // savesAdapter reports whether the result is adapters, and not a whole model.
@@ -648,7 +670,8 @@ func (o *finetuneOptions) warmupSteps() int {
 }
 
 // print prints the data and all settings.
-func (o *finetuneOptions) print(w io.Writer, t *llm.Trainer, l *chatdata.Loader, d *tuningData) {
+func (o *finetuneOptions) print(w io.Writer, t *llm.Trainer, l *chatdata.Loader, d *tuningData,
+	old *data.Evaluation) {
 	tokens, learned := 0, 0
 	for _, s := range d.learn {
 		tokens, learned = tokens+len(s.IDs), learned+s.Learned()
@@ -670,6 +693,12 @@ func (o *finetuneOptions) print(w io.Writer, t *llm.Trainer, l *chatdata.Loader,
 		what += fmt.Sprintf(", next to %v weights in %s", t.Model.BaseType(), sizeText(int64(base.Bytes())))
 	}
 	fmt.Fprintf(w, "tuning    %s: %d of %d parameters\n", what, t.Last().Params, t.Last().AllParams)
+	if o.growRank {
+		fmt.Fprintf(w, "growth    ranks grow and are pruned 3 times, to at most that many parameters\n")
+	}
+	if old != nil {
+		fmt.Fprintf(w, "keep      the loss on %d tokens of %s may rise by %v nats per token\n", old.Tokens(), o.keep, o.forget)
+	}
 	if d.prefers {
 		fmt.Fprintf(w, "pairs     loss %s with beta %v and label smoothing %v; what the model answers now is computed "+
 			"once, before the first step\n", o.preference.Kind, o.preference.Beta, o.preference.Smoothing)
@@ -732,6 +761,7 @@ func (o *finetuneOptions) makeSteps(c *cobra.Command, t *llm.Trainer, on machine
 		// Rows of padding do not count.
 		result.TokensPerS = float64(last.RunTokens) * fullness(l, d.learn) / seconds
 	}
+	result.addRetention(last.Retention)
 	if v := last.ValLoss; !math.IsNaN(v) {
 		result.ValLoss = &v
 	}

@@ -323,3 +323,98 @@ func TestSummaryOf(t *testing.T) {
 	}
 	require.Contains(t, summaryOf(all), "problem 7\n  and 22 problems of other kinds")
 }
+
+// TestFinetuneKeeps checks that the command stays within a forgetting budget that the same run without one
+// exceeds, that the log, the progress and the result say so, and that the text can be a file of text, a file of
+// examples, or the model's own.
+func TestFinetuneKeeps(t *testing.T) {
+	data := writeTuning(t, 40)
+	rise := func(more ...string) (tuned, string, string) {
+		dir := filepath.Join(t.TempDir(), "out")
+		out, progress, err := kasminaWithProgress(t, finetuneArgs(data, dir, append([]string{"--eval-every", "2", "--lr",
+			"0.05"}, more...)...)...)
+		require.NoError(t, err)
+		return lastLine(t, out), progress, dir
+	}
+
+	for name, c := range map[string][]string{
+		"text":     {"--keep", license},
+		"examples": {"--keep", writeTuning(t, 60)},
+		"self":     {"--keep", "self"},
+		"full":     {"--keep", license, "--method", "full", "--lr", "0.01"},
+		"growing":  {"--keep", license, "--grow-rank"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			loose, _, _ := rise(append(c, "--forget", "100")...)
+			require.Zero(t, *loose.Rollbacks)
+			if name == "examples" { // it learns them
+				require.Negative(t, *loose.KeepRise)
+				return
+			}
+			require.Greater(t, *loose.KeepRise, 0.01)
+
+			budget := *loose.KeepRise / 3
+			kept, progress, dir := rise(append(c, "--forget", fmt.Sprint(budget))...)
+			require.LessOrEqual(t, *kept.KeepRise, budget)
+			require.Positive(t, *kept.Rollbacks)
+			require.Contains(t, progress, "exceeds the budget of")
+			require.Contains(t, progress, "restored the model of step")
+
+			var noted, measured bool
+			require.NoError(t, runlog.Read(filepath.Join(dir, "run", logName), func(r runlog.Record) {
+				noted = noted || strings.Contains(r.Text, "exceeds the budget of")
+				measured = measured || r.Retention != nil && r.Retention.Rollbacks == *kept.Rollbacks
+			}))
+			require.True(t, noted)
+			require.True(t, measured)
+		})
+	}
+
+	_, err := kasmina(t, finetuneArgs(data, filepath.Join(t.TempDir(), "out"), "--keep", filepath.Join(t.TempDir(), "none"))...)
+	require.ErrorContains(t, err, "--keep")
+	empty := filepath.Join(t.TempDir(), "empty")
+	require.NoError(t, os.WriteFile(empty, []byte("{}\n"), 0o666))
+	_, err = kasmina(t, finetuneArgs(data, filepath.Join(t.TempDir(), "out"), "--keep", empty)...)
+	require.ErrorContains(t, err, "--keep")
+}
+
+// TestFinetuneGrowsRanks checks that layers get different ranks, and that the saved adapters, which PEFT reads by
+// rank_pattern and alpha_pattern, compute the same as the model at the end of the run.
+func TestFinetuneGrowsRanks(t *testing.T) {
+	data, dir := writeTuning(t, 40), filepath.Join(t.TempDir(), "out")
+	out, err := kasmina(t, finetuneArgs(data, dir, "--rank", "4", "--grow-rank", "--keep", license, "--forget", "10")...)
+	require.NoError(t, err)
+	result := lastLine(t, out)
+
+	text, err := os.ReadFile(filepath.Join(dir, "adapter_config.json"))
+	require.NoError(t, err)
+	var c struct {
+		Rank  map[string]int     `json:"rank_pattern"`
+		Alpha map[string]float64 `json:"alpha_pattern"`
+	}
+	require.NoError(t, json.Unmarshal(text, &c))
+	different := map[int]bool{}
+	for name, rank := range c.Rank {
+		different[rank] = true
+		require.InDelta(t, 32.0/4, c.Alpha[name]/float64(rank), 1e-9)
+	}
+	require.Greater(t, len(different), 1)
+
+	f, err := hf.Open(tiny)
+	require.NoError(t, err)
+	defer f.Close()
+	base, err := f.Load(t.Context())
+	require.NoError(t, err)
+	m, err := hf.LoadAdapter(t.Context(), dir, base, f)
+	require.NoError(t, err)
+	saved, err := llm.LoadModel(t.Context(), filepath.Join(dir, "run", checkpointName))
+	require.ErrorContains(t, err, "resume the run", "its base is not in the checkpoint")
+	require.Nil(t, saved)
+	trained := 0
+	for _, p := range m.Params {
+		if llm.IsAdapterParam(p.Name) {
+			trained += p.Value.Shape().TotalSize()
+		}
+	}
+	require.Equal(t, trained, result.TrainedParams)
+}

@@ -60,6 +60,7 @@ var flagRules = map[string]map[string]rule{
 		"blocks": ofLastBlocks, "steps": always, "epochs": notWith("steps", "0", "which sets the length of the run"),
 		"batch": always, "accumulate": always, "seq": always, "lr": always, "held-out": always, "prompt": always,
 		"beta": later, "preference-loss": later, "label-smoothing": later,
+		"keep": later, "forget": onlyWith("keep", "", "the text to --keep"), "grow-rank": growsRanks,
 		"recompute": always, "save-every": always, "eval-every": always, "seed": always, "resume": always,
 		"board": always, "quiet": always, "gpus": later, "device": always, "precision": always},
 	"serve": {"model": always, "lookup": always, "adapter": always, "addr": always, "api-key": always, "context": always, "slots": always,
@@ -78,6 +79,14 @@ var flagRules = map[string]map[string]rule{
 // ofNew is the rule of flags that describe a new model.
 func ofNew(f *pflag.FlagSet) string {
 	return notWith("model", "", "whose architecture and tokenizer stay as they are")(f)
+}
+
+// growsRanks is the rule of --grow-rank.
+func growsRanks(f *pflag.FlagSet) string {
+	if method := f.Lookup("method").Value.String(); method != methodLoRA && method != methodRSLoRA {
+		return "has no effect without --method lora or rslora: want one of these too"
+	}
+	return ""
 }
 
 // ofAdapters is the rule of flags that describe adapters.

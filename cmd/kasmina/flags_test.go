@@ -73,6 +73,10 @@ var ineffective = map[string]string{
 	"finetune --beta":            "finetune --model MODEL --data TUNE --out OUT --beta 0.2 --device cpu",
 	"finetune --label-smoothing": "finetune --model MODEL --data TUNE --out OUT --label-smoothing 0.1 --device cpu",
 
+	"finetune --keep":      "finetune --model MODEL --data PAIRS --out OUT --keep self --device cpu",
+	"finetune --forget":    "finetune --model MODEL --data TUNE --out OUT --forget 0.1 --device cpu",
+	"finetune --grow-rank": "finetune --model MODEL --data TUNE --out OUT --method dora --grow-rank --device cpu",
+
 	"convert --precision": "convert --model MODEL --out OUT --gguf f32 --precision f16",
 	"convert --shard":     "convert --model MODEL --out OUT --gguf f32 --shard 1e-9",
 }
@@ -106,7 +110,7 @@ func TestEveryFlagHasARule(t *testing.T) {
 		require.False(t, always[flag], "%s is said to have an effect always", flag)
 		out := filepath.Join(t.TempDir(), "out")
 		line = strings.NewReplacer("MODEL", tiny, "TEXT", license, "OUT", out, "TUNE",
-			writeTuning(t, 3)).Replace(line)
+			writeTuning(t, 3), "PAIRS", writePairs(t, 4)).Replace(line)
 		_, err := kasmina(t, strings.Fields(line)...)
 		_, name, _ := strings.Cut(flag, " ")
 		require.Regexp(t, name+" (2 )?has no effect", err, line)
@@ -194,6 +198,9 @@ func TestErrorsNameTheFlag(t *testing.T) {
 				if slices.Contains(newModelFlags, f.Name) {
 					args = append(slices.DeleteFunc(args, func(a string) bool { return a == "-m" || a == tiny }),
 						"--preset", "small")
+				}
+				if f.Name == "forget" {
+					args = append(args, "--keep", "self")
 				}
 				if f.Name == "blocks" {
 					args = append(args, "--method", "last")
@@ -312,6 +319,10 @@ var effects = map[string]effect{
 	"finetune --preference-loss": {"PREFERRED", "PREFERRED --preference-loss ipo"},
 	"finetune --beta":            {"PREFERRED", "PREFERRED --beta 0.9"},
 	"finetune --label-smoothing": {"PREFERRED", "PREFERRED --label-smoothing 0.4"},
+
+	"finetune --keep":      {"TUNED", "TUNED --keep self"},
+	"finetune --forget":    {"TUNED --keep self", "TUNED --keep self --forget 0.5"},
+	"finetune --grow-rank": {"TUNED", "TUNED --grow-rank"},
 
 	"finetune --prompt":     {"TUNED", "TUNED --prompt another"},
 	"finetune --save-every": {"TUNED", "TUNED --save-every 1"},

@@ -175,6 +175,8 @@ func tuningRuns(t *testing.T) []*killedRun {
 		{name: "pairs", tunes: pairs, args: with("--rank", "4")},
 		{name: "full", tunes: texts, args: with("--method", "full")},
 		{name: "pairs, full, 2 ranks", tunes: pairs, args: with("--method", "full", "--gpus", "2")},
+		{name: "growing ranks with a budget", tunes: texts, args: with("--rank", "4", "--grow-rank", "--keep", "self",
+			"--forget", "0.001")},
 		{name: "lora, merged", tunes: texts, args: with("--rank", "4", "--merge")},
 	}
 }

@@ -46,6 +46,13 @@ func kasmina(t *testing.T, args ...string) (stdout string, err error) {
 	return out.String(), err
 }
 
+// kasminaWithProgress is like kasmina and also returns what the command has written to standard error.
+func kasminaWithProgress(t *testing.T, args ...string) (stdout, progress string, err error) {
+	var out, stderr bytes.Buffer
+	err = run(t.Context(), args, &out, &stderr)
+	return out.String(), stderr.String(), err
+}
+
 // reference holds the results of transformers with the model.
 type reference struct {
 	Seq, Tokens  int

@@ -44,7 +44,8 @@ import (
 //	step        train_loss (nats per token), learning_rate, grad_norm, tokens_per_s and flops_per_s
 //	            (averages over elapsed_s), share (completed fraction of a run with a budget); rewards,
 //	            if the run trains on preference pairs, see [Rewards]
-//	eval        val_loss (nats per token), val_bpb (bits per byte), rewards
+//	eval        val_loss (nats per token), val_bpb (bits per byte), rewards; retention: the loss on
+//	            the old text (see [llm.RetentionFigures]), if the run has a forgetting budget
 //	corrupt     error: the damage that llm.Scrub found in the seeds of a layer
 //	saved       path
 //	sample      text
@@ -54,7 +55,7 @@ import (
 //	profile     ops (op, tasks, ns per step, bytes, flops, ways)
 //	interrupted
 //	failed      error
-//	end         train_loss, tokens_per_s, val_loss, val_bpb, and error after a failure
+//	end         train_loss, tokens_per_s, val_loss, val_bpb, retention, and error after a failure
 //
 // An "epoch" record is written for each Kasmina layer at the end of an epoch, after a person steers
 // seeds, and before the end of a run if there are further events. It precedes the "step" record of
@@ -213,14 +214,17 @@ type Record struct {
 	ValLoss        *jsonfloat.Float `json:"val_loss,omitempty"`
 	ValBPB         *jsonfloat.Float `json:"val_bpb,omitempty"`
 	Rewards        *Rewards         `json:"rewards,omitempty"`
-	Path           string           `json:"path,omitempty"`
-	Text           string           `json:"text,omitempty"`
-	Ops            []llm.OpTime     `json:"ops,omitempty"`
-	Choices        []llm.Choice     `json:"choices,omitempty"`
-	Epoch          *int             `json:"epoch,omitempty"`
-	Layer          *int             `json:"layer,omitempty"`
-	States         []SeedRecord     `json:"states,omitempty"`
-	Error          string           `json:"error,omitempty"`
+
+	Retention *llm.RetentionFigures `json:"retention,omitempty"`
+
+	Path    string       `json:"path,omitempty"`
+	Text    string       `json:"text,omitempty"`
+	Ops     []llm.OpTime `json:"ops,omitempty"`
+	Choices []llm.Choice `json:"choices,omitempty"`
+	Epoch   *int         `json:"epoch,omitempty"`
+	Layer   *int         `json:"layer,omitempty"`
+	States  []SeedRecord `json:"states,omitempty"`
+	Error   string       `json:"error,omitempty"`
 
 	Machine  map[string]string `json:"machine,omitempty"` // see [On]
 	Lattices []llm.Lattice     `json:"lattices,omitempty"`
@@ -243,6 +247,14 @@ func rewards(f op.PreferenceFigures) *Rewards {
 	}
 	n := float64(f.Pairs)
 	return &Rewards{Chosen: f.Chosen / n, Rejected: f.Rejected / n, Margin: f.Margin(), Accuracy: f.Accuracy()}
+}
+
+// retention returns figures, or nil if the run has no old text.
+func retention(f llm.RetentionFigures) *llm.RetentionFigures {
+	if f.IsZero() {
+		return nil
+	}
+	return &f
 }
 
 func newRecord(e llm.Event) Record {
@@ -269,7 +281,7 @@ func newRecord(e llm.Event) Record {
 		r.Rewards = rewards(e.Preferences)
 	case llm.EvalEnd:
 		r.Event, r.ValLoss, r.ValBPB = "eval", &valLoss, &valBPB
-		r.Rewards = rewards(e.ValPreferences)
+		r.Rewards, r.Retention = rewards(e.ValPreferences), retention(e.Retention)
 	case llm.Saved:
 		r.Event, r.Path = "saved", e.Path
 	case llm.Sampled:
@@ -297,6 +309,7 @@ func newRecord(e llm.Event) Record {
 	case llm.RunEnd:
 		r.Event, r.TrainLoss, r.TokensPerS = "end", &loss, &tokensPerS
 		r.ValLoss, r.ValBPB = &valLoss, &valBPB
+		r.Retention = retention(e.Retention)
 	}
 
 	if e.Err != nil {

@@ -202,6 +202,10 @@ func (p *progress) bar(e llm.Event) string {
 		parts = append(parts, fmt.Sprintf("val %.4f", e.ValLoss))
 	}
 
+	if f := e.Retention; !f.IsZero() {
+		parts = append(parts, fmt.Sprintf("old %+.4f", f.Rise()))
+	}
+
 	if f := e.Preferences; f.Pairs > 0 {
 		parts = append(parts, fmt.Sprintf("margin %.3f", f.Margin()))
 	}
