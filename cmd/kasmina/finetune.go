@@ -526,7 +526,7 @@ func (o *finetuneOptions) tune(c *cobra.Command, on machines, s stage, f *hf.Fol
 		return err
 	}
 
-	old, err := o.oldText(c, on, m, d)
+	old, err := o.oldText(c, on, s, m, d)
 	if err == nil && o.adapts() {
 		m, err = llm.Adapt(m, lora, o.seed)
 	}

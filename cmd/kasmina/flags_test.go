@@ -479,7 +479,7 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 }
 
 // timesAndPlaces matches the parts of the output that differ between two runs of the same command.
-var timesAndPlaces = regexp.MustCompile(`\d+:\d\d left|"(tokens_per_s|peak_gib)":[\d.e+-]+|[\d.]+[kM]? tok/s|in [\d.]+ s|127\.0\.0\.1:\d+|/tmp/[^ "\n]*/\d+/`)
+var timesAndPlaces = regexp.MustCompile(`\d+:\d\d left|"(tokens_per_s|peak_gib)":[\d.e+-]+|[\d.]+[kM]? tok/s|in [\d.]+ s|127\.0\.0\.1:\d+|=+>? *\]|/tmp/[^ "\n]*/\d+/`)
 
 // absolute returns the absolute path of a file in the package's folder.
 func absolute(t *testing.T, path string) string {

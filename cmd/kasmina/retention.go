@@ -94,7 +94,8 @@ func (o *finetuneOptions) useRetention(t *llm.Trainer, old *data.Evaluation) err
 }
 
 // oldText returns the text of --keep, or nil. m is the model before it is tuned, without adapters.
-func (o *finetuneOptions) oldText(c *cobra.Command, on machines, m *llm.Model, d *tuningData) (*data.Evaluation, error) {
+func (o *finetuneOptions) oldText(c *cobra.Command, on machines, s stage, m *llm.Model,
+	d *tuningData) (*data.Evaluation, error) {
 	if o.keep == "" {
 		return nil, nil
 	}
@@ -102,7 +103,7 @@ func (o *finetuneOptions) oldText(c *cobra.Command, on machines, m *llm.Model, d
 	var all []chatdata.Sequence
 	var err error
 	if o.keep == keepSelf {
-		if err := on.atFirst(func() error { return o.generate(c, m, d) }); err != nil {
+		if err := on.atFirst(func() error { return o.generate(c, s, m, d) }); err != nil {
 			return nil, err
 		}
 		all, err = o.generated()
@@ -203,10 +204,10 @@ func spread(all []chatdata.Sequence, most int) []chatdata.Sequence {
 	return some
 }
 
-// generate has the model write the text, and saves it, unless an earlier command has done so. A resumed run must
-// use the same text.
-func (o *finetuneOptions) generate(c *cobra.Command, m *llm.Model, d *tuningData) (err error) {
-	if _, err := os.Stat(o.in(generatedName)); err == nil || !errors.Is(err, fs.ErrNotExist) {
+// generate has the model write the text, and saves it. A run that continues from a checkpoint must use the text
+// of its start, so nothing is written then.
+func (o *finetuneOptions) generate(c *cobra.Command, s stage, m *llm.Model, d *tuningData) (err error) {
+	if _, err := os.Stat(o.in(generatedName)); s == saved && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	if !o.quiet {

@@ -161,12 +161,12 @@ func (d runDir) lookWithout() (stage, error) {
 		return saved, d.holdsOnly(d.out, runFolder)
 	}
 
-	// If a process was killed before it wrote the manifest, there are only the two empty folders.
+	// If a process was killed before it wrote the manifest, there are only the two folders, and perhaps generated text.
 	if err := d.holdsOnly(d.out, runFolder); err != nil {
 		return vacant, err
 	}
 
-	return vacant, d.holdsOnly(filepath.Join(d.out, runFolder))
+	return vacant, d.holdsOnly(filepath.Join(d.out, runFolder), generatedName)
 }
 
 // readManifest reads the manifest. It returns nil if the file does not exist.
