@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/parallel"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/block"
+	"github.com/kasmina-go/kasmina/llm/internal/directions"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -321,7 +322,7 @@ func (r *RankGrowth) listen(u Turn, now modelState, all []*rankTarget) error {
 	}
 
 	outputs := func(t *rankTarget) (a, b []float32) {
-		orthonormal(t.y, t.out, t.probes())
+		directions.Orthonormal(t.y, t.out, t.probes())
 		return make([]float32, t.probes()*t.in), t.y
 	}
 	return r.probe(u, now, all, block.EndingA, outputs, r.config.Old, func(t *rankTarget, g []float32, old bool) {
@@ -359,7 +360,7 @@ func (r *RankGrowth) probe(u Turn, now modelState, all []*rankTarget, ending str
 	c := u.t.Config
 	c.Accumulate, c.listen = 1, nil
 
-	m := &Model{Config: now.Config, KasminaOptions: u.t.Model.KasminaOptions, Kasmina: u.t.Model.Kasmina,
+	m := &Model{Config: now.Config, Base: u.t.Model.Base, KasminaOptions: u.t.Model.KasminaOptions, Kasmina: u.t.Model.Kasmina,
 		byName: map[string]int{}}
 	m.Config.Adapter = now.Adapter.withRanks(r.targets, func(name string) int {
 		t := all[slices.Index(r.targets, name)]
@@ -510,7 +511,7 @@ func (t *rankTarget) findDirections() {
 		}
 	}
 
-	values, vectors := eigen(products, k)
+	values, vectors := directions.Eigen(products, k)
 	for c, v := range values {
 		if !(v > 0) || math.IsInf(v, 0) {
 			break
@@ -523,7 +524,7 @@ func (t *rankTarget) findDirections() {
 		}
 
 		// The rows of a start with the norm that [Adapt] gives them on average.
-		length := math.Sqrt(3 * dot(d, d))
+		length := math.Sqrt(3 * innerProduct(d, d))
 		if !(length > 0) || math.IsInf(length, 0) {
 			break
 		}
@@ -546,7 +547,7 @@ func (t *rankTarget) leaveOut(m []float32, rows int) {
 			columns[f*t.rank+k] = t.a[k*t.in+f]
 		}
 	}
-	orthonormal(columns, t.in, t.rank)
+	directions.Orthonormal(columns, t.in, t.rank)
 	along := make([]float32, rows*t.rank)
 	gemm.MulSerial(false, false, rows, t.rank, t.in, 1, m, t.in, columns, t.rank, 0, along, t.rank)
 	gemm.MulSerial(false, true, rows, t.in, t.rank, -1, along, t.rank, columns, t.rank, 1, m, t.in)
@@ -594,11 +595,18 @@ func (t *rankTarget) whiten(x []float32, rows int) []float32 {
 	return x
 }
 
+func innerProduct(a, b []float64) (sum float64) {
+	for i, v := range a {
+		sum += v * b[i]
+	}
+	return sum
+}
+
 // cholesky overwrites the lower triangle of a positive definite matrix with its Cholesky factor.
 func cholesky(a []float64, n int) {
 	for i := range n {
 		for j := range i + 1 {
-			sum := a[i*n+j] - dot(a[i*n:][:j], a[j*n:][:j])
+			sum := a[i*n+j] - innerProduct(a[i*n:][:j], a[j*n:][:j])
 			if i == j {
 				a[i*n+i] = math.Sqrt(max(sum, 1e-30))
 			} else {
@@ -611,7 +619,7 @@ func cholesky(a []float64, n int) {
 // solveCholesky solves l·lᵀ·x = b in place.
 func solveCholesky(l, b []float64, n int) {
 	for i := range n {
-		b[i] = (b[i] - dot(l[i*n:][:i], b[:i])) / l[i*n+i]
+		b[i] = (b[i] - innerProduct(l[i*n:][:i], b[:i])) / l[i*n+i]
 	}
 	for i := n - 1; i >= 0; i-- {
 		sum := b[i]

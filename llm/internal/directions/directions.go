@@ -44,14 +44,14 @@ func Of(gradient []float32, out, in, rank int) (h Gradient) {
 	for turn := range listenTurns + 1 {
 		if turn > 0 {
 			gemm.Mul(false, false, out, n, in, 1, gradient, in, q, n, 0, y, n)
-			orthonormal(y, out, n)
+			Orthonormal(y, out, n)
 		}
 		gemm.Mul(true, false, in, n, out, 1, gradient, in, y, n, 0, q, n)
-		orthonormal(q, in, n)
+		Orthonormal(q, in, n)
 	}
 
 	gemm.Mul(false, false, out, n, in, 1, gradient, in, q, n, 0, y, n) // G·Q; its right singular vectors rotate Q
-	values, vectors := eigen(rowProducts(y, out, n), n)
+	values, vectors := Eigen(rowProducts(y, out, n), n)
 	for k := range rank {
 		if !(values[k] > 0) {
 			break
@@ -70,9 +70,9 @@ func Of(gradient []float32, out, in, rank int) (h Gradient) {
 	return h
 }
 
-// orthonormal makes the n columns of x orthonormal. It orthogonalizes each column against the earlier
+// Orthonormal makes the n columns of x Orthonormal. It orthogonalizes each column against the earlier
 // ones twice, to compensate for rounding. A column that depends on the earlier ones becomes 0.
-func orthonormal(x []float32, rows, n int) {
+func Orthonormal(x []float32, rows, n int) {
 	column, other := make([]float64, rows), make([]float64, rows)
 	read := func(c []float64, j int) {
 		for i := range c {
@@ -122,9 +122,9 @@ func rowProducts(y []float32, rows, n int) []float64 {
 	return p
 }
 
-// eigen returns the eigenvalues of a symmetric n×n matrix, the largest first, and the eigenvectors
+// Eigen returns the eigenvalues of a symmetric n×n matrix, the largest first, and the eigenvectors
 // as the columns of a matrix. It overwrites a. (Jacobi, 1846.)
-func eigen(a []float64, n int) (values, vectors []float64) {
+func Eigen(a []float64, n int) (values, vectors []float64) {
 	v := make([]float64, n*n)
 	for i := range n {
 		v[i*n+i] = 1
