@@ -616,7 +616,11 @@ func (o *finetuneOptions) base() string {
 // newTrainer returns the trainer of the run.
 func (o *finetuneOptions) newTrainer(m *llm.Model, l llm.Loader, on machines, d *tuningData) (*llm.Trainer,
 	error) {
-	optimizer, err := optim.NewAdamW(optim.WithLR(o.lr), optim.WithWeightDecay(0))
+	options := []optim.AdamWOption{optim.WithLR(o.lr), optim.WithWeightDecay(0)}
+	if o.fixesDirections() {
+		options = append(options, optim.WithGroup(optim.NameContains("lora_A"), optim.LRScale(0)))
+	}
+	optimizer, err := optim.NewAdamW(options...)
 	if err != nil {
 		return nil, fmt.Errorf("--lr: %w", err)
 	}

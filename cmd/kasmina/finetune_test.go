@@ -417,4 +417,17 @@ func TestFinetuneGrowsRanks(t *testing.T) {
 		}
 	}
 	require.Equal(t, trained, result.TrainedParams)
+
+	// With an old text, the directions stay as they were chosen, with the norm of their start.
+	for _, target := range m.Config.Adapter.Targets {
+		a := m.Param(target + ".lora_A.weight")
+		rank, in := a.Shape()[0], a.Shape()[1]
+		for k := range rank {
+			square := 0.0
+			for _, v := range a.Float32s()[k*in:][:in] {
+				square += float64(v) * float64(v)
+			}
+			require.InDelta(t, 1.0/3, square, 1e-5)
+		}
+	}
 }

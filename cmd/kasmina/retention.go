@@ -47,8 +47,8 @@ func (r *retentionOptions) flags(c *cobra.Command) {
 		"for text that the model generates before it is tuned")
 	f.Float64Var(&r.forget, "forget", 0.02, "largest rise of the loss on the text of --keep, in nats per token; the run "+
 		"rolls back to the last evaluation within it")
-	f.BoolVar(&r.growRank, "grow-rank", false, "grow the ranks of adapters where they gain most for what they make the "+
-		"model forget (see --keep), up to as many parameters as --rank gives")
+	f.BoolVar(&r.growRank, "grow-rank", false, "grow the ranks of adapters where they gain most, or with --keep where "+
+		"they gain most for what they make the model forget, up to as many parameters as --rank gives")
 }
 
 // checkRetention returns an error for options that make no sense, before anything is read.
@@ -70,6 +70,10 @@ func (o *finetuneOptions) checkRetentionData(c *cobra.Command, prefers bool) err
 	}
 	return nil
 }
+
+// fixesDirections reports whether the matrices a of growing adapters stay as they are chosen. Directions that the
+// old text hardly uses would otherwise drift towards those that it uses.
+func (o *finetuneOptions) fixesDirections() bool { return o.growRank && o.keep != "" }
 
 // useRetention adds the parts that grow ranks and limit forgetting.
 func (o *finetuneOptions) useRetention(t *llm.Trainer, old *data.Evaluation) error {
