@@ -52,7 +52,8 @@ type arm struct {
 	chunk bool // chunk seeds
 }
 
-// arms returns all ways of tuning. Each has three learning rates.
+// arms returns all ways of tuning. Each has three learning rates, and matrices a that stay as they are a higher one,
+// because half of the parameters do not learn.
 func arms() []arm {
 	adapter, weights := []float64{1e-3, 3e-3, 1e-2}, []float64{1e-4, 3e-4, 1e-3}
 	return []arm{
@@ -63,7 +64,7 @@ func arms() []arm {
 		{name: "all weights", rates: weights},
 		{name: "growing", rank: 16, grows: true, rates: adapter},
 		{name: "growing, old text", rank: 16, grows: true, old: true, rates: adapter},
-		{name: "growing, old text, fixed a", rank: 16, grows: true, old: true, fixed: true, rates: adapter},
+		{name: "growing, old text, fixed a", rank: 16, grows: true, old: true, fixed: true, rates: append(adapter, 3e-2)},
 		{name: "chunk seeds", chunk: true, rates: adapter},
 	}
 }
