@@ -790,9 +790,12 @@ func (r *RankGrowth) Load(c *CheckpointReader) (install func(), err error) {
 	var old string
 	var config [3]int
 	saved := RankGrowth{config: r.config}
-	for name, into := range map[string]any{"old": &old, "config": &config, "targets": &saved.targets,
-		"budget": &saved.budget, "done": &saved.done} {
-		if err := c.Value(name, into); err != nil {
+	for _, v := range []struct {
+		name string
+		into any
+	}{{"old", &old}, {"config", &config}, {"targets", &saved.targets}, {"budget", &saved.budget},
+		{"done", &saved.done}} {
+		if err := c.Value(v.name, v.into); err != nil {
 			return nil, err
 		}
 	}

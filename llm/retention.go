@@ -321,9 +321,12 @@ func (r *Retention) Load(c *CheckpointReader) (install func(), err error) {
 	var ended bool
 	var figures RetentionFigures
 	s := &retained{params: map[string]*tensor.Dense{}}
-	for name, into := range map[string]any{"text": &text, "budget": &budget, "every": &every, "ended": &ended,
-		"figures": &figures, "adapter": &s.adapter} {
-		if err := c.Value(name, into); err != nil {
+	for _, v := range []struct {
+		name string
+		into any
+	}{{"text", &text}, {"budget", &budget}, {"every", &every}, {"ended", &ended}, {"figures", &figures},
+		{"adapter", &s.adapter}} {
+		if err := c.Value(v.name, v.into); err != nil {
 			return nil, err
 		}
 	}

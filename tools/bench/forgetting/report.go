@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"math"
 	"slices"
 )
@@ -99,7 +100,8 @@ func summarize(records []record) (all []summary) {
 			}
 		}
 		ratios := make([][]float64, len(shares))
-		for seed, f := range bySeed {
+		for _, seed := range slices.Sorted(maps.Keys(bySeed)) {
+			f := bySeed[seed]
 			last := f[len(f)-1]
 			s.Best += last.New / float64(len(bySeed))
 			s.Rise += last.Old / float64(len(bySeed))
