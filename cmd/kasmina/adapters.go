@@ -115,6 +115,10 @@ func (a *adapters) describe(m *llm.Model) string {
 
 var errAdaptersGrow = errors.New("--adapters and --grow are given: want one of them")
 
+// errAdaptersProcesses is the error of --adapters in a run of several processes.
+var errAdaptersProcesses = errors.New("--adapters needs a single process, which measures the gradients of the " +
+	"frozen model before the first step: train with one GPU, without --gpus and without a launcher")
+
 // report returns a callback that prints the adapters when they are planted or merged.
 func (a *adapters) report(t *llm.Trainer, c *cobra.Command) llm.Callback {
 	return func(e llm.Event) error {

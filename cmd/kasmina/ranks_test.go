@@ -171,6 +171,32 @@ func TestTrainGPUs(t *testing.T) {
 	sameRun(t, alone, together)
 }
 
+// TestAdaptersNeedOneProcess checks that adapters are refused before several processes start to train, whether
+// --gpus or a launcher starts them.
+func TestAdaptersNeedOneProcess(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "out")
+	args := training(out, "--steps", "2", "--adapters", "all")
+	port, secret := freePort(t), "KASMINA_SECRET="+string(comm.NewSecret())
+	launched := func(rank string) *exec.Cmd {
+		return program(t, []string{"RANK=" + rank, "WORLD_SIZE=2", "LOCAL_RANK=" + rank, "LOCAL_WORLD_SIZE=2",
+			"MASTER_ADDR=127.0.0.1", "MASTER_PORT=" + port, secret}, args...)
+	}
+
+	other := launched("1")
+	require.NoError(t, other.Start())
+	first, firstErr := launched("0").CombinedOutput()
+	require.Error(t, firstErr)
+	require.Error(t, other.Wait())
+	own, ownErr := program(t, nil, append(args, "--gpus", "2")...).CombinedOutput()
+	require.Error(t, ownErr)
+
+	for _, text := range []string{string(first), string(own)} {
+		require.Contains(t, text, "--adapters needs a single process")
+		require.NotContains(t, text, "TrainConfig")
+	}
+	require.NoDirExists(t, out)
+}
+
 // TestTrainRankDies checks that the death of a process quickly ends all processes and is named in the
 // error.
 func TestTrainRankDies(t *testing.T) {

@@ -191,6 +191,10 @@ func (o *trainOptions) check() error {
 		return errAdaptersGrow
 	}
 
+	if o.adapters.where != "" && o.gpus > 1 {
+		return errAdaptersProcesses
+	}
+
 	if o.train.Budget.Time < 0 {
 		return fmt.Errorf("--time is %v, want at least 0", o.train.Budget.Time)
 	}
@@ -271,8 +275,9 @@ func (o *trainOptions) run(c *cobra.Command) (err error) {
 	return o.remedy(o.runFrom(c, m, stage))
 }
 
-// checkProcesses returns an error for options without effect: options for several processes if there is
-// only one, and --gpus if a launcher has started the processes.
+// checkProcesses returns an error for options that do not fit the processes of the run: options for
+// several processes if there is only one, --adapters if there are several, and --gpus if a launcher has
+// started the processes.
 func (o *trainOptions) checkProcesses(c *cobra.Command, m machines) error {
 	here := 1
 	if m.world != nil {
@@ -285,7 +290,13 @@ func (o *trainOptions) checkProcesses(c *cobra.Command, m machines) error {
 	}
 
 	unused := given(c, "deadline", "save-parts")
-	if m.team != nil && m.team.Size() > 1 || len(unused) == 0 {
+	if m.team != nil && m.team.Size() > 1 {
+		if o.adapters.where != "" {
+			return errAdaptersProcesses
+		}
+		return nil
+	}
+	if len(unused) == 0 {
 		return nil
 	}
 
