@@ -327,6 +327,35 @@ func (g *growth) notes() []string {
 	return c.Notes(g.t.Model.Kasmina.Report())
 }
 
+// review records the controller's comparison of its predictions with the end of the run, and emits it.
+func (g *growth) review() error {
+	if g.options == nil || g.options.Replay != nil || g.t.Last().RunTokens == 0 {
+		return nil
+	}
+
+	c, ok := g.options.Controller.(state.Reviewer)
+	if !ok {
+		return nil
+	}
+
+	var notes []string
+	err := g.t.inTurn(func() error {
+		notes = c.Review(g.t.Model.Kasmina.Report())
+		for _, text := range notes {
+			if err := g.record(Decision{Note: text}); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+
+	for _, text := range notes {
+		err = errors.Join(err, g.t.emit(Noted, func(e *Event) { e.Text = text }))
+	}
+
+	return err
+}
+
 // tellNotes records the controller's notes and sends them to the callbacks after the step.
 func (g *growth) tellNotes(notes []string, mean *jsonfloat.Float) error {
 	for _, text := range notes {

@@ -453,7 +453,9 @@ func (t *Trainer) Run(ctx context.Context) error {
 	}
 
 	if err == nil && t.Last().Last {
-		err = t.growth.settleSeeds()
+		if err = t.growth.settleSeeds(); err == nil {
+			err = t.growth.review()
+		}
 	}
 
 	t.refuseLate()

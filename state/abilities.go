@@ -82,3 +82,10 @@ type Narrator interface {
 	Controller
 	Notes([]Report) []string
 }
+
+// A Reviewer is a [Controller] that compares its predictions with the end of the run. After the last step,
+// the trainer passes the final reports to Review. It adds the returned texts to the record and shows them.
+type Reviewer interface {
+	Controller
+	Review([]Report) []string
+}

@@ -92,7 +92,7 @@ func run(ctx context.Context, path, out, replay string, limit time.Duration, see
 		return err
 	}
 
-	grown := &llm.Growth{Controller: control.NewDepth(blueprints.Stack, growth), Record: record}
+	grown := &llm.Growth{Controller: control.NewForecast(blueprints.Stack, growth), Record: record}
 	err = train(ctx, "grown", corpus, seed, limit, grown, stdout)
 	if err == nil {
 		fmt.Fprintf(stdout, "the decisions of the growing run are in %s\n", record.Name())

@@ -23,6 +23,7 @@ var (
 	_ state.PlanLearner        = (*Forecast)(nil)
 	_ state.Planner            = (*Forecast)(nil)
 	_ state.Narrator           = (*Forecast)(nil)
+	_ state.Reviewer           = (*Forecast)(nil)
 
 	_ state.CheckingController = (*Schedule)(nil)
 	_ state.Planner            = (*Schedule)(nil)
@@ -34,5 +35,6 @@ var (
 	_ state.PlanLearner        = together(nil)
 	_ state.Planner            = together(nil)
 	_ state.Narrator           = together(nil)
+	_ state.Reviewer           = together(nil)
 	_ state.GradientListener   = together(nil)
 )

@@ -27,7 +27,8 @@ import (
 // In a run limited by steps or tokens, rather than by time or FLOPs, larger steps cost nothing, so the
 // predictions always favor growing as early as possible. Such a run delays its first growth until a token
 // saves the current model less than the token costs, or until it has spent the share at which [Depth]
-// begins to consider growth by default. It grows at the latest when Depth would by default.
+// begins to consider growth by default. It grows at the latest when Depth would by default, unless so few
+// tokens are left for each parameter that growth would not pay off even without a price.
 //
 // Once the grown model has settled, the prediction is corrected by the losses measured since. The growth
 // is rolled back if the corrected prediction is worse than the prediction without the growth, by more
@@ -331,8 +332,11 @@ func priced(g growthOption, perToken bool) growthOption {
 type view struct {
 	outlook
 	option growthOption // the best growth
+	fitted bool         // whether the predictions are losses, based on the curve
+	final  float64      // predicted final loss with the growth if grow is true, and without it otherwise
 	grow   bool         // whether it should take place now
-	text   string       // the predictions, and the reason for the decision
+	reason string       // for the decision
+	text   string       // the predictions, followed by the reason
 }
 
 // view predicts the end of the run for a model that is not currently growing.
@@ -354,8 +358,8 @@ func (f *Forecast) view(r state.Report) (v view) {
 	price := func(g growthOption) growthOption { return priced(g, plan.PerToken) }
 
 	// Without a fit, the predictions can only be ranked.
-	fitted := len(e.points) >= leastPoints && v.fitLaw(e.points, e.tokens(plan))
-	if !fitted {
+	v.fitted = len(e.points) >= leastPoints && v.fitLaw(e.points, e.tokens(plan))
+	if !v.fitted {
 		v.level, v.gain = 0, 1
 		v.text += v.outline(all, price, plan, now)
 		return v
@@ -385,26 +389,36 @@ func (f *Forecast) view(r state.Report) (v view) {
 	}
 	best := v.best(v.option)
 	switch {
+	case stay-min(grow, later) <= margin:
+		v.reason = refusal
 	case plan.PerToken && len(eras) == 1 && now.Share >= perTokenEnd:
 		v.grow = true
-		v.text += fmt.Sprintf("; it grows, because a share of %.3f is spent, and growth starts at %v at the latest",
+		v.reason = fmt.Sprintf("; it grows, because a share of %.3f is spent, and growth starts at %v at the latest",
 			now.Share, perTokenEnd)
-	case stay-min(grow, later) <= margin:
-		v.text += "; it does not grow, because that would not pay off by the end of the run"
 	case !flat():
-		v.text += "; it waits, because the loss still falls fast"
+		v.reason = "; it waits, because the loss still falls fast"
 	case plan.PerToken && now.Share < perTokenBegin && v.seen < best:
-		v.text += fmt.Sprintf("; it waits, because a token of the small model saves more than its cost until %.3g "+
+		v.reason = fmt.Sprintf("; it waits, because a token of the small model saves more than its cost until %.3g "+
 			"million tokens", best/1e6)
 	case stay-grow <= margin || grow-later > margin:
-		v.text += "; it waits, because a later growth would end lower"
+		v.reason = "; it waits, because a later growth would end lower"
 	default:
 		v.grow = true
-		v.text += "; it grows"
+		v.reason = "; it grows"
+	}
+
+	v.text += v.reason
+
+	v.final = stay
+	if v.grow {
+		v.final = grow
 	}
 
 	return v
 }
+
+// refusal explains why a model keeps its blocks.
+const refusal = "; it does not grow, because that would not pay off by the end of the run"
 
 // laterFlat is the threshold of isFlat for further growths. The first growth may take place on a short
 // plateau, after which the loss falls fast again. Growth during that fall ended 0.002 nats per byte higher.
@@ -602,4 +616,115 @@ func (f *Forecast) Notes(reports []state.Report) (notes []string) {
 	}
 
 	return notes
+}
+
+// Review compares predictions with the loss at the end of the curve: for each growth, the prediction on
+// which the decision was based, and without growth, the first prediction.
+func (f *Forecast) Review(reports []state.Report) (notes []string) {
+	for _, r := range reports {
+		if r.Site == blueprints.Depth && len(r.Curve) > 0 && f.cost != nil && f.plan != nil {
+			notes = append(notes, f.review(r)...)
+		}
+	}
+	return notes
+}
+
+// review returns the texts of Review for one lattice.
+func (f *Forecast) review(r state.Report) (notes []string) {
+	end := r.Curve[len(r.Curve)-1].Loss
+	compared := func(made float64, v view) string {
+		direction := "above"
+		if end < v.final {
+			direction = "below"
+		}
+		return fmt.Sprintf("at a share of %.3f, the predicted final loss was %.4f; the run ended at %.4f, %.1f %% %s it",
+			made, v.final, end, 100*math.Abs(end/v.final-1), direction)
+	}
+
+	// An earlier view cannot be restored if the model had blocks that it has lost since.
+	for _, s := range r.Seeds {
+		if s.Stage.Ended() {
+			return []string{fmt.Sprintf("growth: a growth was rolled back; the run ended at a loss of %.4f", end)}
+		}
+	}
+
+	growths := f.plan().Growths
+	for i, g := range growths {
+		if v, made := f.past(r, g.Epoch); v.fitted {
+			notes = append(notes, fmt.Sprintf("growth: when it grew from %d to %d blocks %s", g.Blocks,
+				f.blocksAfter(growths, i), compared(made.Share, v)))
+		}
+	}
+
+	if len(growths) > 0 {
+		return notes
+	}
+
+	for i, p := range r.Curve {
+		if i == 0 || p.Share < noteShare {
+			continue
+		}
+		if v, made := f.past(r, p.Epoch); v.fitted {
+			text := "growth: the model has kept its blocks; without growth, " + compared(made.Share, v)
+			if last := f.view(r); last.fitted {
+				text += last.reason
+			}
+			return append(notes, text)
+		}
+	}
+
+	return append(notes, "growth: the model has kept its blocks, because its loss allowed no prediction")
+}
+
+// blocksAfter returns the number of blocks after growth i.
+func (f *Forecast) blocksAfter(growths []state.RunGrowth, i int) int {
+	if i+1 < len(growths) {
+		return growths[i+1].Blocks
+	}
+	return f.plan().Blocks
+}
+
+// past returns the view at the end of an earlier epoch, and the last point of the curve at that time. No
+// growth may have been rolled back since.
+func (f *Forecast) past(r state.Report, epoch int) (v view, made state.Point) {
+	plan := f.plan()
+	n := len(r.Curve)
+	for n > 0 && r.Curve[n-1].Epoch > epoch {
+		n--
+	}
+	if n == 0 {
+		return v, made
+	}
+
+	then := plan
+	for i, g := range plan.Growths {
+		if g.Epoch >= epoch {
+			then.Blocks, then.Growths = g.Blocks, plan.Growths[:i]
+			then.Parameters = plan.Parameters * float64(g.Blocks) / float64(plan.Blocks)
+			break
+		}
+	}
+
+	// The cost of a step is a linear function of the number of blocks. share is the part of the current
+	// cost that is due to blocks.
+	now := float64(plan.Blocks)
+	share := 0.0
+	if order, err := blueprints.Order(f.Kind, plan.Blocks, f.Size); err == nil {
+		share = (f.cost(f.Kind, f.Size) - 1) / (float64(len(order))/now - 1)
+	}
+	cost := func(blocks int) float64 { return 1 - share + share*float64(blocks)/now }
+
+	earlier := *f
+	earlier.plan = func() state.RunPlan { return then }
+	earlier.cost = func(kind blueprints.Kind, size int) float64 {
+		order, err := blueprints.Order(kind, then.Blocks, size)
+		if err != nil {
+			return 1
+		}
+		return cost(len(order)) / cost(then.Blocks)
+	}
+
+	made = r.Curve[n-1]
+	r.Curve, r.Epoch = r.Curve[:n], made.Epoch
+	return earlier.view(r), made
 }

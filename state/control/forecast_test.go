@@ -2,8 +2,12 @@ package control_test
 
 import (
 	"encoding/json"
+	"fmt"
 	"math"
 	"os"
+	"regexp"
+	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -45,6 +49,7 @@ type result struct {
 	loss       float64
 	notes      []string
 	whys       []string
+	review     []string
 }
 
 // run simulates a run that follows f.
@@ -126,7 +131,7 @@ func (s simulation) run(t *testing.T, f *control.Forecast) result {
 		}
 	}
 
-	res.blocks = blocks
+	res.blocks, res.review = blocks, f.Review([]state.Report{r})
 	return res
 }
 
@@ -213,6 +218,63 @@ func TestForecastPerToken(t *testing.T) {
 		require.GreaterOrEqual(t, got.share, c.from, "budget %v", c.budget)
 		require.LessOrEqual(t, got.share, c.to, "budget %v", c.budget)
 	}
+}
+
+// TestForecastPerTokenRefuses checks that a run limited by steps leaves a trained model as it is if so few
+// tokens are left that more blocks would hardly lower the loss, and that it grows with more tokens.
+func TestForecastPerTokenRefuses(t *testing.T) {
+	for _, c := range []struct {
+		budget float64
+		blocks int
+	}{{0.3, 3}, {4, 6}} {
+		f := control.NewForecast(blueprints.Stack, 2)
+		f.Trained = true
+		got := simulation{blocks: 3, epochs: 200, budget: c.budget, perToken: true}.run(t, f)
+		require.Equal(t, c.blocks, got.blocks, "budget %v: %v", c.budget, got.notes)
+		if c.blocks == 3 {
+			require.Contains(t, got.notes[len(got.notes)-1], "would not pay off")
+		}
+	}
+}
+
+// TestForecastReviews checks that the review of a run repeats the predictions behind its decisions and states
+// how far the final loss is from them.
+func TestForecastReviews(t *testing.T) {
+	predicted := regexp.MustCompile(`predicted final loss ([\d.]+) without growth, ([\d.]+) if it now grows`)
+	s := simulation{blocks: 3, epochs: 200, budget: 200}
+	f := control.NewForecast(blueprints.Stack, 4)
+	f.Growths = 2
+	got := s.run(t, f)
+	require.Len(t, got.worth, 2)
+	require.Len(t, got.review, 2)
+	for i, from := range []string{"from 3 to 6 blocks", "from 6 to 12 blocks"} {
+		grew := slices.DeleteFunc(slices.Clone(got.whys), func(why string) bool {
+			return !strings.HasSuffix(why, "; it grows")
+		})
+		want := predicted.FindStringSubmatch(grew[i])
+		require.Len(t, want, 3)
+		require.Contains(t, got.review[i], from)
+		require.Contains(t, got.review[i], "the predicted final loss was "+want[2])
+		require.Contains(t, got.review[i], fmt.Sprintf("the run ended at %.4f, ", got.loss))
+
+		loss, err := strconv.ParseFloat(want[2], 64)
+		require.NoError(t, err)
+		require.Contains(t, got.review[i], fmt.Sprintf("%.1f %% ", 100*math.Abs(got.loss/loss-1)))
+	}
+
+	s.budget = 8
+	got = s.run(t, control.NewForecast(blueprints.Stack, 4))
+	require.Len(t, got.review, 1)
+	require.Contains(t, got.review[0], "the model has kept its blocks")
+	require.Contains(t, got.review[0], "would not pay off")
+	want := predicted.FindStringSubmatch(strings.Join(got.notes, "\n"))
+	require.Contains(t, got.review[0], "the predicted final loss was "+want[1])
+
+	s.budget, s.harm, s.epochs = 200, 1, 400
+	got = s.run(t, control.NewForecast(blueprints.Stack, 4))
+	require.True(t, got.rolledBack)
+	require.Equal(t, []string{fmt.Sprintf("growth: a growth was rolled back; the run ended at a loss of %.4f",
+		got.loss)}, got.review)
 }
 
 // TestForecastPlans checks the notes of a run: the plan comes first, then a prediction follows after each

@@ -78,6 +78,16 @@ func (all together) Notes(reports []state.Report) (notes []string) {
 	return notes
 }
 
+// Review returns the reviews of all controllers.
+func (all together) Review(reports []state.Report) (notes []string) {
+	for _, c := range all {
+		if c, ok := c.(state.Reviewer); ok {
+			notes = append(notes, c.Review(reports)...)
+		}
+	}
+	return notes
+}
+
 // Affords returns the errors of controllers that could never plant.
 func (all together) Affords(reports []state.Report) (err error) {
 	for _, c := range all {
