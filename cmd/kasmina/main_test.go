@@ -198,7 +198,8 @@ func TestConvert(t *testing.T) {
 	require.Equal(t, "F16", f.Tensors()[0].Type)
 }
 
-// TestTrain checks that a run lowers the loss, continues, grows, and writes a folder that can be loaded.
+// TestTrain checks that a run lowers the loss, continues, grows if it sees enough tokens for that to pay off,
+// and writes a folder that can be loaded.
 func TestTrain(t *testing.T) {
 	text := filepath.Join(t.TempDir(), "text")
 	require.NoError(t, os.WriteFile(text, bytes.Repeat([]byte("The quick brown fox jumps. "), 400),
@@ -210,11 +211,14 @@ func TestTrain(t *testing.T) {
 		return s
 	}
 
-	for _, grow := range []string{"0", "2"} {
+	for _, c := range []struct {
+		grow, batch string
+		grows       bool
+	}{{"0", "2", false}, {"2", "2", false}, {"2", "16", true}} {
 		out := filepath.Join(t.TempDir(), "out")
 		args := []string{"train", "--model", tiny, "--data", text, "--out", out,
-			"--steps", "100", "--batch",
-			"2", "--seq", "32", "--lr", "0.003", "--device", "cpu", "--grow", grow}
+			"--steps", "100", "--batch", c.batch,
+			"--seq", "32", "--lr", "0.003", "--device", "cpu", "--grow", c.grow}
 		_, err := kasmina(t, args...)
 		require.NoError(t, err)
 		require.Less(t, loss(out).Loss, loss(tiny).Loss-1)
@@ -223,7 +227,9 @@ func TestTrain(t *testing.T) {
 		log, err := os.ReadFile(filepath.Join(out, "run", logName))
 		require.NoError(t, err)
 		grew := bytes.Contains(log, []byte("2 blocks to 4"))
-		require.Equal(t, grow == "2", grew)
+		require.Equal(t, c.grows, grew)
+		refused := bytes.Contains(log, []byte("the model has kept its blocks"))
+		require.Equal(t, c.grow == "2" && !c.grows, refused)
 		require.Equal(t, grew && !bytes.Contains(log, []byte("taken back")), f.Config.Layers == 4)
 		require.Equal(t, "BF16", f.Tensors()[0].Type)
 		require.NoError(t, f.Close())
