@@ -45,6 +45,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 	"github.com/kasmina-go/kasmina/internal/half"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/quant"
 	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/splitmix"
 	"github.com/kasmina-go/kasmina/llm"
@@ -1109,6 +1110,24 @@ func (k *fakeKernels) QuantizeWeights(l *fake.Launch, a quantize.Weights) {
 	for _, w := range a.Table.Weights {
 		float8At(l, w.Y, w.Scale, rowsAt(l, w.X, int(w.Rows), int(w.D), 0))
 		float8At(l, w.Turned, w.TurnedScale, columnsAt(l, w.X, int(w.Rows), int(w.D)))
+	}
+}
+
+func (k *fakeKernels) WidenFloat8(l *fake.Launch, a quantize.WidenFloat8) {
+	y, scales := floatsAt(l, a.Y, a.Rows*a.D), floatsAt(l, a.Scales, a.Rows)
+	for i, code := range fake.Slice[byte](l, a.Codes, len(y)) {
+		y[i] = half.FromE4M3(code) * scales[i/a.D]
+	}
+}
+
+func (k *fakeKernels) WidenNF4(l *fake.Launch, a quantize.WidenNF4) {
+	blocks := (a.N + quant.BlockNF4 - 1) / quant.BlockNF4
+	codes, nested := fake.Slice[byte](l, a.Codes, (a.N+1)/2), fake.Slice[byte](l, a.Nested, blocks)
+	table, scales := floatsAt(l, a.Table, 256), floatsAt(l, a.Scales, (blocks+255)/256)
+	for i, y := 0, floatsAt(l, a.Y, a.N); i < a.N; i++ {
+		b := i / quant.BlockNF4
+		scale := float32(table[nested[b]]*scales[b/256]) + a.Offset
+		y[i] = quant.ValueNF4(codes[i/2]>>(4-i%2*4)&15) * scale
 	}
 }
 

@@ -1,12 +1,15 @@
 package cudaops_test
 
 import (
+	"context"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/chatdata"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -20,6 +23,14 @@ type tuning struct {
 	tuned     []string
 	traits    llm.Traits
 	recompute bool
+	base      cpuops.WeightType // if it is not Float32, the model is loaded with LoadFrozen
+}
+
+// paramReader reads the parameters of a model.
+type paramReader struct{ *llm.Model }
+
+func (r paramReader) Read(_ context.Context, name string, put func([]byte, string) error) error {
+	return put(safetensors.Memory(r.Param(name).Data()), "float32")
 }
 
 // tuneMasked trains on sequences with different numbers of learned tokens, and returns the losses of the
@@ -31,6 +42,10 @@ func tuneMasked(t *testing.T, batch, accumulate int, s tuning, newEngine func(*l
 		Traits: s.traits}.Default()
 	m, err := llm.NewModel(c, tensor.Float32, 7)
 	require.NoError(t, err)
+	if s.base != cpuops.Float32 {
+		m, err = llm.LoadFrozen(t.Context(), s.base, c, paramReader{m}, s.tuned...)
+		require.NoError(t, err)
+	}
 	if !s.adapter.IsZero() {
 		m, err = llm.Adapt(m, s.adapter, 3)
 		require.NoError(t, err)
@@ -111,6 +126,16 @@ func TestTuningOnFake(t *testing.T) {
 		"dropout":          {adapter: llm.LoRA{Rank: 4, Alpha: 8, Dropout: 0.2, Targets: all}},
 		"DoRA with dropout on some layers": {adapter: llm.LoRA{Rank: 4, Alpha: 8, Magnitude: true,
 			Dropout: 0.2, Targets: some}},
+		"NF4": {adapter: lora, base: cpuops.NF4},
+		"NF4, recomputed, DoRA": {adapter: llm.LoRA{Rank: 4, Alpha: 4, Magnitude: true, Targets: all}, recompute: true,
+			base: cpuops.NF4},
+		"float8":                    {adapter: lora, base: cpuops.Float8},
+		"float8 with dropout":       {adapter: llm.LoRA{Rank: 4, Alpha: 8, Dropout: 0.2, Targets: all}, base: cpuops.Float8},
+		"NF4 on some layers":        {adapter: llm.LoRA{Rank: 4, Alpha: 8, Targets: few}, base: cpuops.NF4},
+		"NF4, different scales":     {adapter: different, base: cpuops.NF4},
+		"NF4, an ungated MLP":       {adapter: llm.LoRA{Rank: 4, Alpha: 8, Targets: ungated}, traits: plain, base: cpuops.NF4},
+		"bfloat16":                  {adapter: lora, base: cpuops.BFloat16},
+		"NF4, the last block":       {tuned: last, base: cpuops.NF4},
 		"the last block":            {tuned: last},
 		"values and the embeddings": {tuned: []string{"*.v_proj.weight", "model.embed_tokens.weight"}},
 	} {
@@ -126,4 +151,51 @@ func TestTuningOnFake(t *testing.T) {
 			require.Less(t, want[5], want[0])
 		})
 	}
+}
+
+// TestPackedWeightsOnFake checks that a device holds frozen weights in fewer bytes, and that a machine for
+// evaluation shares them and has the losses of the CPU.
+func TestPackedWeightsOnFake(t *testing.T) {
+	c := llm.Config{Vocab: 64, Dim: 64, Layers: 2, Heads: 2, KVHeads: 1, FF: 512, Seq: 12}.Default()
+	m, err := llm.NewModel(c, tensor.Float32, 7)
+	require.NoError(t, err)
+	targets, err := c.MatchLayers(llm.AllLinear)
+	require.NoError(t, err)
+	tokens := make([]int, 12)
+	for i := range tokens {
+		tokens[i] = 7 * i % 64
+	}
+	batch := data.Batch{Inputs: tokens, Targets: append(tokens[1:len(tokens):len(tokens)], 5), Count: len(tokens)}
+
+	held := map[cpuops.WeightType]uint64{}
+	for _, typ := range []cpuops.WeightType{cpuops.BFloat16, cpuops.Float8, cpuops.NF4} {
+		frozen, err := llm.LoadFrozen(t.Context(), typ, c, paramReader{m})
+		require.NoError(t, err)
+		adapted, err := llm.Adapt(frozen, llm.LoRA{Rank: 2, Alpha: 4, Targets: targets}, 3)
+		require.NoError(t, err)
+		o, err := optim.NewAdamW(optim.WithLR(0.01))
+		require.NoError(t, err)
+		device := cudaops.OpenFake(t)
+		free, _, err := device.Memory()
+		require.NoError(t, err)
+		config := llm.TrainConfig{Steps: 1, Batch: 1, Accumulate: 1, Schedule: optim.Constant(0.01)}
+		e, err := engine.Engine(device, cudaops.Float32)(adapted, o, config)
+		require.NoError(t, err)
+		now, _, err := device.Memory()
+		require.NoError(t, err)
+		const workspace = 32 << 20 // of matrix products, for each machine
+		held[typ] = free - now - workspace
+
+		got, err := e.Loss(batch)
+		require.NoError(t, err)
+		after, _, err := device.Memory()
+		require.NoError(t, err)
+		require.Less(t, now-after-workspace, held[typ]/2, "the machine for evaluation has its own weights")
+		want, err := (&llm.Inference{Model: adapted}).Loss(batch)
+		require.NoError(t, err)
+		require.InDelta(t, want, got, 1e-5)
+		require.NoError(t, e.Close())
+	}
+	require.Less(t, held[cpuops.NF4], held[cpuops.Float8])
+	require.Less(t, held[cpuops.Float8], held[cpuops.BFloat16])
 }

@@ -8,8 +8,10 @@ import (
 	"slices"
 
 	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
@@ -17,6 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 	"github.com/kasmina-go/kasmina/internal/enum"
 	"github.com/kasmina-go/kasmina/internal/graph"
+	"github.com/kasmina-go/kasmina/internal/quant"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -177,6 +180,22 @@ func WithFrozen(read func(n *gorgonia.Node, put func(part []byte, t Precision) e
 		}
 		return c.AddParams(params...)
 	}
+}
+
+// WithWeights makes inputs with the names of matrices in w whose type is Float8 or NF4 read these instead of a
+// value of the node. The device holds them in the same form, and widens a matrix to the type of activations
+// right before each product that reads it, in memory that all layers share. Matrices of other types are
+// ignored. A machine with [WithParamsOf] shares the matrices of the other machine.
+func WithWeights(w *cpuops.Weights) MachineOption {
+	return setting(func(c *machineConfig) {
+		c.Packed = func(n *gorgonia.Node) *quant.Matrix {
+			m := w.Compact(n.Name())
+			if m == nil || !n.Shape().Eq(tensor.Shape{m.Out, m.In}) {
+				return nil
+			}
+			return m.Quantized()
+		}
+	})
 }
 
 // WithParamsOf makes inputs that have the name and shape of another machine's parameters use that

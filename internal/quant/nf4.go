@@ -23,6 +23,9 @@ var nf4 = [16]float32{-1, -0.6961928009986877, -0.5250730514526367, -0.394917488
 	0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434,
 	0.5626170039176941, 0.7229568362236023, 1}
 
+// ValueNF4 returns the number that a code from 0 to 15 represents, relative to its block's scale.
+func ValueNF4(code byte) float32 { return nf4[code] }
+
 // nf4Middles[c] lies halfway between nf4[c] and nf4[c+1].
 var nf4Middles = func() (middles [15]float32) {
 	for c := range middles {

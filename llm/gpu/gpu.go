@@ -140,7 +140,11 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 		own = append(own, cudaops.WithOptimizer(rules))
 	}
 
-	if frozen := g.Frozen(); len(frozen) > 0 {
+	frozen := slices.DeleteFunc(g.Frozen(), func(n *gorgonia.Node) bool { return isPacked(g, n) })
+	if g.Base != nil {
+		own = append(own, cudaops.WithWeights(g.Base))
+	}
+	if len(frozen) > 0 {
 		own = append(own, cudaops.WithFrozen(readBase(g.Base), frozen...))
 	}
 
@@ -161,6 +165,12 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 
 	return &engine{name, llm.Inference{Model: b.model, Make: makeMachine, Preference: b.config.Preference}, b.optimizer, b.config.Clip,
 		g, machine, false, b, false}, nil
+}
+
+// isPacked reports whether the device holds a parameter in float8 or NF4. It never changes.
+func isPacked(g *llm.Graph, n *gorgonia.Node) bool {
+	t, _, _, ok := g.Base.Matrix(n.Name())
+	return ok && (t == cpuops.Float8 || t == cpuops.NF4)
 }
 
 // readBase returns a function that reads matrices of a model's Base for the device. It returns nil if there
@@ -332,7 +342,10 @@ func (e *engine) Gradient(param string) (any, error) {
 // Push sends the named parameters or, without names, all parameters and the optimizer state.
 func (e *engine) Push(names ...string) error {
 	if len(names) == 0 {
-		if err := e.machine.Upload(e.graph.Params...); err != nil {
+		params := slices.DeleteFunc(slices.Clone(e.graph.Params), func(n *gorgonia.Node) bool {
+			return isPacked(e.graph, n)
+		})
+		if err := e.machine.Upload(params...); err != nil {
 			return err
 		}
 		return e.optimize()

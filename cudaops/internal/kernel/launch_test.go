@@ -230,6 +230,8 @@ func TestLaunches(t *testing.T) {
 				silu.Mul{H: p, AB: p, Rows: 3, F: n, Type: dt},
 				silu.MulBackward{DAB: p, DH: p, AB: p, Rows: 3, F: n, GELU: true, Type: dt},
 				quantize.Rows{Y: p, Scale: p, X: p, Rows: 3, D: n, Type: dt},
+				quantize.WidenFloat8{Y: p, Codes: p, Scales: p, Rows: 3, D: n, Type: dt},
+				quantize.WidenNF4{Y: p, Codes: p, Nested: p, Scales: p, Table: p, N: 3 * n, Type: dt},
 				quantize.Columns{Y: p, Scale: p, X: p, Rows: 3, D: n, Type: dt, Workspace: p})
 		}
 		for _, l := range launches {

@@ -126,6 +126,8 @@ func TestEveryLaunch(t *testing.T) {
 		optimizer.Direction{Kernel: "Muon", Control: p, Squares: p, Table: table},
 		optimizer.Apply{Kernel: "Muon", Control: p, Table: table},
 		quantize.Rows{Y: p, Scale: p, X: p, Rows: 3, D: 8, Type: dt},
+		quantize.WidenFloat8{Y: p, Codes: p, Scales: p, Rows: 3, D: 8, Type: dt},
+		quantize.WidenNF4{Y: p, Codes: p, Nested: p, Scales: p, Table: p, N: 24, Type: dt},
 		quantize.Columns{Y: p, Scale: p, X: p, Rows: 3, D: 8, Type: dt, Workspace: p},
 		quantize.Weights{Table: weights},
 		reduce.Reduce{Op: reduce.Sum, Y: p, X: p, Outer: 1, N: 9, Inner: 8, XType: dt},

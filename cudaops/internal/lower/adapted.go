@@ -54,10 +54,12 @@ func frozenLayerOf(n *gorgonia.Node) (l frozenLayer, ok bool) {
 
 // frozenGroup is a group on the device. a, b and u are nil if no layer has an adapter.
 type frozenGroup struct {
-	layers     []frozenLayer
-	x, weights *program.Array
-	a, b, u    *program.Array
-	scale      float32
+	layers  []frozenLayer
+	x       *program.Array
+	parts   []*program.Array // weights of the layers
+	weights *program.Array   // parts, stacked; after the forward pass, use weightsOf
+	a, b, u *program.Array
+	scale   float32
 
 	// If x is the output of an RMSNorm, raw is the norm's input. x is then raw, with each row multiplied
 	// by its 1/rms and each column by the factor of its feature.
@@ -94,7 +96,7 @@ func (c *compiler) newFrozenGroup(n *gorgonia.Node, layers ...frozenLayer) *froz
 		return nil
 	}
 
-	g := &frozenGroup{layers: layers, x: c.asActivation(n, c.Values[layers[0].x]),
+	g := &frozenGroup{layers: layers, x: c.asActivation(n, c.Values[layers[0].x]), parts: weights,
 		weights: c.stack(n, weights...)}
 	for _, l := range layers {
 		if l.a != nil {
@@ -451,7 +453,7 @@ func (c *compiler) lowerFrozenGrad(n *gorgonia.Node, g *frozenGroup, dy *program
 	if to := c.frozenGradOf(n).dx; to != nil {
 		dx = c.Like(g.x)
 		_, add := c.addend(to, dx)
-		c.addTerm(n, c.weighted(n, dx, dy, g.weights, true).Plus(add), o.term)
+		c.addTerm(n, c.weighted(n, dx, dy, c.weightsOf(n, g), true).Plus(add), o.term)
 	} else {
 		dx = &program.Array{Shape: g.x.Shape}
 	}
@@ -478,11 +480,11 @@ func (c *compiler) alone(n *gorgonia.Node, g *frozenGroup) *frozenGroup {
 
 	in, rows := g.weights.Shape[1], g.x.Shape[0]
 	row, column := 0, 0
-	for _, l := range g.layers {
+	for i, l := range g.layers {
 		out := l.n.Shape()[1]
 		if c.gradOfLayer(l, c.gradientIn(n)) == n {
-			one := &frozenGroup{layers: []frozenLayer{l}, x: g.x, weights: g.weights.View(row*in, out, in),
-				scale: g.scale}
+			one := &frozenGroup{layers: []frozenLayer{l}, x: g.x, parts: g.parts[i : i+1],
+				weights: g.weights.View(row*in, out, in), scale: g.scale}
 			if l.a == nil {
 				return one
 			}
@@ -594,13 +596,14 @@ func (c *compiler) fuseMulGrad(n *gorgonia.Node, g *frozenGroup, dy *program.Arr
 	h, product := c.Like(g.x), c.Like(g.x)
 	grads := []*gorgonia.Node{n}
 	o := c.readOutputGrad(n, g, grads, dy)
-	p := c.weighted(n, product, dy, g.weights, true)
+	weights := c.weightsOf(n, g)
+	p := c.weighted(n, product, dy, weights, true)
 	m := silu.MulBackward{Rows: rows, F: f, GELU: s.gelu, Type: dy.Type}
 	several := append(c.products(n, p, o.term), newCall(c, n, &m, program.Writes(&m.H, h),
 		program.Writes(&m.DAB, s.dab), program.Reads(&m.DH, product), program.Reads(&m.AB, s.ab)))
 	one := gemm.SiLUProductBackward{Gate: gemm.Gate{Rows: rows, F: f, D: d, Type: dy.Type}}
 	args := append(o.operands(&one.Term), program.Writes(&one.DAB, s.dab), program.Reads(&one.AB, s.ab),
-		program.Reads(&one.G, dy), program.Reads(&one.Down, g.weights))
+		program.Reads(&one.G, dy), program.Reads(&one.Down, weights))
 	room := min(c.o.Room, int(c.o.Device.Memory/keptShare))
 	keep := g.u != nil && c.Spent+g.x.Extent() <= room
 	if g.u != nil && !keep {
@@ -676,7 +679,7 @@ func (c *compiler) groupInputGrad(n *gorgonia.Node, g *frozenGroup, dy *program.
 		return
 	}
 	dx := c.Like(g.x)
-	c.addTerm(n, c.weighted(n, dx, dy, g.weights, true), t)
+	c.addTerm(n, c.weighted(n, dx, dy, c.weightsOf(n, g), true), t)
 	for _, d := range dxs {
 		c.Values[d] = folded(d)
 	}

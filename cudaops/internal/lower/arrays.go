@@ -30,7 +30,7 @@ func (c *compiler) cast(n *gorgonia.Node, b, a *program.Array) *program.Call {
 // as returns a converted to type t. The result is a itself if it has that type already, and a shared copy
 // otherwise.
 func (c *compiler) as(n *gorgonia.Node, a *program.Array, t gpu.DType) *program.Array {
-	if a.Type == t {
+	if a.Type == t && a.Packed == nil {
 		return a
 	}
 	return c.converted(n, t, a.Shape, a)
@@ -64,6 +64,9 @@ func (c *compiler) stack(n *gorgonia.Node, all ...*program.Array) *program.Array
 // conversions are repeated in every run.
 func (c *compiler) converted(n *gorgonia.Node, t gpu.DType, shape []int,
 	all ...*program.Array) *program.Array {
+	if anyPacked(all) {
+		return c.widen(n, t, shape, all)
+	}
 	key := program.NewConversion(t, all...)
 	if m, ok := c.Conversions[key]; ok {
 		return m.Values.View(0, shape...)

@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/quant"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/op/kvcache"
 )
@@ -28,7 +29,9 @@ func init() {
 // Options configures the compilation of a program.
 type Options struct {
 	graph.Asked
-	Frozen     gorgonia.Nodes // parameters that never change
+	Frozen gorgonia.Nodes // parameters that never change
+	// Packed returns the matrix of an input that is held in float8 or NF4, or nil; the function may be nil.
+	Packed     func(*gorgonia.Node) *quant.Matrix
 	Device     gpu.DeviceInfo
 	Activation gpu.DType // type of activations
 	Gradient   gpu.DType // type of weight gradients that only an update reads
@@ -66,6 +69,7 @@ type compiler struct {
 	rotations  map[string]*rotationTables // keyed by rotationKey
 	counters   map[string]*program.Array  // zeros that launches leave as zeros
 	documents  map[documentKey]*program.Array
+	codebook   *program.Array                  // of the scales of NF4; nil until needed
 	projected  map[*gorgonia.Node]*projections // keyed by linear nodes, and by the queries
 	gradients  map[gorgonia.Op]gorgonia.Nodes  // gradient nodes of each forward op
 	updateOnly map[*gorgonia.Node]bool         // gradients that only an update reads

@@ -86,6 +86,9 @@ func (c *compiler) lower(n *gorgonia.Node) {
 
 // input allocates device memory for a node that receives its value from the host.
 func (c *compiler) input(n *gorgonia.Node) {
+	if c.packedInput(n) {
+		return
+	}
 	if shared := c.o.sharedParam(n); shared != nil {
 		c.Values[n] = shared.Array
 		c.inputOf[shared.Array.Buffer] = shared

@@ -94,6 +94,14 @@ func (c *compiler) project(n *gorgonia.Node) {
 	}
 }
 
+// stacked returns the stacked weights of the projections.
+func (p *projections) stacked(c *compiler, n *gorgonia.Node, weights []*program.Array) *program.Array {
+	if p.group != nil {
+		return p.group.weights
+	}
+	return c.stack(n, weights...)
+}
+
 // attends reports whether a node is an attention.
 func attends(n *gorgonia.Node) bool {
 	return isOp[*op.AttentionOp](n) || isOp[*kvcache.AttentionOp](n) || isOp[*kvcache.PagedAttentionOp](n)
@@ -151,7 +159,8 @@ func (c *compiler) fuseProjections(n *gorgonia.Node) bool {
 	}
 
 	wide, parts, both := p.place(c, x)
-	c.projectAll(n, p, wide, both, x, c.stack(n, weights...), biases, t)
+	stacked := p.stacked(c, n, weights)
+	c.projectAll(n, p, wide, both, x, stacked, biases, t)
 	c.setValues(p.linear, parts)
 	c.setValues(p.bias, parts)
 	c.setValues(p.rotated, parts)
@@ -355,7 +364,7 @@ func (c *compiler) frozenProjectionsGrad(n *gorgonia.Node, p *projections, g *pr
 	o := c.readOutputGrad(n, p.group, g.linear[:], wide)
 	if len(g.dx) > 0 {
 		dx := c.Like(p.group.x)
-		c.addTerm(n, c.weighted(n, dx, wide, p.group.weights, true), o.term)
+		c.addTerm(n, c.weighted(n, dx, wide, c.weightsOf(n, p.group), true), o.term)
 		c.Values[g.dx[len(g.dx)-1]] = dx
 	}
 	c.adapterGrads(p.group, g.linear[:], &program.Array{Shape: p.group.x.Shape}, o)

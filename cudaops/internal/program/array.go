@@ -15,6 +15,16 @@ type Array struct {
 	// Parts are the tensors of a packed result, in order. A packed result has no elements itself, since
 	// its parts may have different types.
 	Parts []*Array
+	// Packed holds the matrix if it is a frozen weight in float8 or NF4. The array itself has no elements,
+	// and its type does not matter.
+	Packed *Packed
+}
+
+// Packed is a matrix of frozen weights in float8 or NF4. Its arrays are resident.
+type Packed struct {
+	Codes, Scales *Array
+	Nested, Table *Array  // codes of the scales and their codebook; nil for float8
+	Offset        float32 // of the scales in NF4
 }
 
 // Len returns the number of elements.

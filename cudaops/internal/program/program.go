@@ -24,6 +24,7 @@ type Program struct {
 	Weights     []*QuantizedWeight
 	Caches      map[*gorgonia.Node]Cache // key-value caches of incremental attention ops
 	Conversions Conversions
+	Packed      map[string]*Packed // frozen weights in float8 or NF4, by the names of their nodes
 
 	// loss-scale state laid out as optimizer.LossScale, so that its first number is the scale; nil
 	// without loss scaling
