@@ -134,7 +134,7 @@ func TestForcedCalls(t *testing.T) {
 		{`"tool_choice":"required","parallel_tool_calls":false`, "fg"},
 	} {
 		for seed := range 5 {
-			a := c.ok(chatPath, with(two, k.choice, `"max_tokens":1500`, fmt.Sprintf(`"seed":%d`, seed)))
+			a := c.ok(chatPath, with(two, k.choice, `"max_tokens":1500`, `"temperature":1`, fmt.Sprintf(`"seed":%d`, seed)))
 			if a.at("choices.0.finish_reason") == "length" {
 				continue
 			}
@@ -157,7 +157,7 @@ func TestForcedCalls(t *testing.T) {
 
 	// With a format of the answer, the model may also call a tool.
 	for seed := range 10 {
-		a := c.ok(chatPath, with(two, `"json_schema":`+person, `"max_tokens":1500`, fmt.Sprintf(`"seed":%d`, seed)))
+		a := c.ok(chatPath, with(two, `"json_schema":`+person, `"max_tokens":1500`, `"temperature":1`, fmt.Sprintf(`"seed":%d`, seed)))
 		if a.at("choices.0.finish_reason") == "stop" {
 			valid(t, person, a.at("choices.0.message.content").(string))
 		}

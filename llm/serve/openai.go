@@ -439,8 +439,8 @@ func (s *Server) parseText(p *params) (*job, format, error) {
 	return j, f, p.err
 }
 
-// prompts returns the tokens of the prompts: a text, an array of texts, an array of tokens, or an array of
-// arrays of tokens.
+// prompts returns the tokens of the prompts: a text, an array of tokens and texts, or an array of several of
+// these. An array with only texts is several prompts.
 func (m *Model) prompts(raw json.RawMessage) ([][]int, error) {
 	if isNull(raw) {
 		return nil, invalid("prompt", "it is missing")
@@ -448,14 +448,10 @@ func (m *Model) prompts(raw json.RawMessage) ([][]int, error) {
 
 	one := func(raw json.RawMessage) []int {
 		var text string
-		var ids []int
-		switch {
-		case json.Unmarshal(raw, &text) == nil:
+		if json.Unmarshal(raw, &text) == nil && !isNull(raw) {
 			return m.encode(text)
-		case json.Unmarshal(raw, &ids) == nil:
-			return ids
 		}
-		return nil
+		return m.mixed(raw)
 	}
 	if ids := one(raw); ids != nil {
 		return [][]int{ids}, nil
@@ -476,4 +472,34 @@ func (m *Model) prompts(raw json.RawMessage) ([][]int, error) {
 		prompts = append(prompts, ids)
 	}
 	return prompts, nil
+}
+
+// mixed returns the tokens of an array with tokens and texts, or nil if it is something else. Only a text at the
+// start is preceded by the tokens that begin a text.
+func (m *Model) mixed(raw json.RawMessage) (ids []int) {
+	var parts []json.RawMessage
+	if json.Unmarshal(raw, &parts) != nil {
+		return nil
+	}
+
+	tokens := 0
+	for i, part := range parts {
+		var text string
+		var id int
+		switch {
+		case json.Unmarshal(part, &id) == nil && !isNull(part):
+			ids = append(ids, id)
+			tokens++
+		case json.Unmarshal(part, &text) != nil || isNull(part):
+			return nil
+		case i == 0:
+			ids = m.encode(text)
+		default:
+			ids = append(ids, m.Tokenizer.Encode([]byte(text))...)
+		}
+	}
+	if tokens == 0 {
+		return nil
+	}
+	return ids
 }

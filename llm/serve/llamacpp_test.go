@@ -1,0 +1,86 @@
+package serve
+
+import (
+	"encoding/json"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// TestFormatsOfLlamaCpp checks forms of answers that the tests of llama.cpp's server also use.
+func TestFormatsOfLlamaCpp(t *testing.T) {
+	m := newModel(t, random{5}, chatTemplate)
+	m.Context = 1024
+	c := serveModel(t, m, Options{})
+	for format, want := range map[string]string{
+		`"response_format":{"type":"json_object","schema":{"const":"42"}}`:                      `^"42"$`,
+		`"response_format":{"type":"json_object","schema":{"items":[{"type":"integer"}]}}`:      `^\[\s*(-?\d+)?\s*\]$`,
+		`"response_format":{"type":"json_schema","json_schema":{"schema":{"const":"foooooo"}}}`: `^"foooooo"$`,
+		`"json_schema":{"const":"42"}`:    `^"42"$`,
+		`"grammar":"root ::= \"a\"{5,5}"`: `^aaaaa$`,
+	} {
+		a := c.ok(chatPath, with(format))
+		require.Regexp(t, want, a.at("choices.0.message.content"), format)
+		require.Equal(t, "stop", a.at("choices.0.finish_reason"))
+	}
+
+	for _, format := range []string{`{"type":"sound"}`, `{"type":"json_object","schema":123}`,
+		`{"type":"json_object","schema":{"type":123}}`, `{"type":"json_object","schema":{"type":"hiccup"}}`} {
+		status, e := c.post(chatPath, with(`"response_format":`+format))
+		require.Equal(t, 400, status)
+		require.Equal(t, "response_format", e.at("error.param"))
+	}
+}
+
+// TestMixedPrompts checks prompts of tokens and texts.
+func TestMixedPrompts(t *testing.T) {
+	var got []int
+	c := serve(t, &fake{script: func(prompt []int) []int { got = prompt; return says("ok") }}, Options{})
+	before, _ := tok.Affixes()
+	encoded := tok.Encode([]byte("the copy"))
+	for prompt, want := range map[string][]int{
+		`[5,6,"the copy",7]`: append(append([]int{5, 6}, encoded...), 7),
+		`["the copy",7]`:     append(append(append([]int{}, before...), encoded...), 7),
+		`[[5,"the copy"]]`:   append([]int{5}, encoded...),
+		`[5,6]`:              {5, 6},
+	} {
+		c.ok(textPath, `{"prompt":`+prompt+`}`)
+		require.Equal(t, want, got, prompt)
+	}
+	for _, prompt := range []string{`[5,null]`, `[5,{}]`, `[1.5,"a"]`, `[["a",null,3]]`} {
+		status, e := c.post(textPath, `{"prompt":`+prompt+`}`)
+		require.Equal(t, 400, status, prompt)
+		require.Equal(t, "prompt", e.at("error.param"))
+	}
+}
+
+// TestTooLongStream checks that a stream whose prompt is too long is refused before it starts, with a code that
+// clients can recognize.
+func TestTooLongStream(t *testing.T) {
+	c := serve(t, &fake{answer: says("ok")}, Options{})
+	prompt := make([]int, 128)
+	ids, err := json.Marshal(prompt)
+	require.NoError(t, err)
+	status, e := c.post(textPath, `{"stream":true,"prompt":`+string(ids)+`}`)
+	require.Equal(t, 400, status)
+	require.Equal(t, "context_length_exceeded", e.at("error.code"))
+	require.Contains(t, e.at("error.message"), "128 tokens")
+}
+
+// TestSeveralChoices checks that choices of a conversation differ, and that each is complete.
+func TestSeveralChoices(t *testing.T) {
+	c := serve(t, random{2}, Options{})
+	a := c.ok(chatPath, with(`"n":3`, `"temperature":1`, `"max_tokens":8`, `"seed":1`))
+	seen := map[any]bool{}
+	for _, choice := range a.at("choices").([]any) {
+		choice := object(choice.(map[string]any))
+		require.Equal(t, "assistant", choice.at("message.role"))
+		require.Contains(t, []any{"length", "stop"}, choice["finish_reason"])
+		seen[choice.at("message.content")] = true
+	}
+	require.Len(t, seen, 3)
+
+	// The same seed gives the same answers, and another one does not.
+	require.Equal(t, a.at("choices"), c.ok(chatPath, with(`"n":3`, `"temperature":1`, `"max_tokens":8`, `"seed":1`)).at("choices"))
+	require.NotEqual(t, a.at("choices"), c.ok(chatPath, with(`"n":3`, `"temperature":1`, `"max_tokens":8`, `"seed":9`)).at("choices"))
+}
