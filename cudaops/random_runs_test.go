@@ -65,10 +65,7 @@ func fakeMachine(t *testing.T, opts ...cudaops.MachineOption) runtest.Device {
 
 // TestRandomRuns performs the random runs of package runtest on the fake driver.
 func TestRandomRuns(t *testing.T) {
-	plan := runtest.Plan{Usual: 15 * time.Second, Fixed: 25}
-	if testing.Short() {
-		plan = runtest.Plan{Usual: 8 * time.Second, Fixed: 12}
-	}
+	plan := runtest.Plan{Usual: 4 * time.Second, Fixed: 7}
 
 	for name, opts := range map[string][]cudaops.MachineOption{
 		"float32":            nil,

@@ -1,4 +1,5 @@
-// Package randtest provides random but reproducible test inputs that differ from run to run.
+// Package randtest provides random but reproducible test inputs that differ from run to run, and tells tests
+// how much to repeat.
 package randtest
 
 import (
@@ -34,6 +35,10 @@ func Seed(t testing.TB) uint64 {
 	t.Logf("random seed: KASMINA_SEED=%d", seed)
 	return seed
 }
+
+// Long reports whether tests should repeat their checks with more inputs, because the environment variable
+// KASMINA_LONG is set.
+func Long() bool { return os.Getenv("KASMINA_LONG") != "" }
 
 // New returns a source of random numbers with the test's [Seed].
 func New(t testing.TB) *rand.Rand {

@@ -15,6 +15,8 @@ import (
 	"testing"
 	"text/tabwriter"
 	"time"
+
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // Flags hold the flags of a test that runs a campaign.
@@ -53,6 +55,9 @@ type Plan struct {
 	Failing bool
 }
 
+// longer is the factor by which [randtest.Long] extends a campaign.
+const longer = 10
+
 // Campaign checks random cases on a machine and logs how often each property was checked.
 func Campaign(t *testing.T, m Device, f Flags, p Plan) {
 	t.Helper()
@@ -70,6 +75,10 @@ func Campaign(t *testing.T, m Device, f Flags, p Plan) {
 			t.Errorf("%v%s", r.Failure, smaller(t, c, m, r.Failure, f, folder))
 		}
 		return
+	}
+
+	if randtest.Long() {
+		p.Usual, p.Fixed = longer*p.Usual, longer*p.Fixed
 	}
 
 	seed := f.Seed

@@ -21,6 +21,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/comm"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -35,12 +36,16 @@ import (
 // patience is far longer than anything in these tests takes.
 const patience = 100 * time.Second
 
-// sizes returns the numbers of ranks to test. In short mode, used with the race detector, one is enough.
+// sizes returns the numbers of ranks to test, up to more than a step has batches. In short mode, used with the
+// race detector, one is enough.
 func sizes() []int {
-	if testing.Short() {
+	switch {
+	case testing.Short():
 		return []int{3}
+	case randtest.Long():
+		return []int{1, 2, 3, 4, 5, 6, 7, 8}
 	}
-	return []int{1, 2, 3, 4, 8}
+	return []int{1, 2 + 2*rand.IntN(2), 3, 8}
 }
 
 // setup describes a run. All ranks have the same setup unless a test changes it.
@@ -334,8 +339,8 @@ func TestSameBits(t *testing.T) {
 			}
 			want := s.file(t, 0)
 			numbers := sizes()
-			if !s.commands && !testing.Short() { // the growing runs cover more than these
-				numbers = []int{2, 3 + rand.IntN(6)}
+			if !s.commands && !testing.Short() && !randtest.Long() { // the growing runs cover more than these
+				numbers = []int{2 + rand.IntN(7)}
 			}
 			for _, size := range numbers {
 				require.True(t, bytes.Equal(want, s.file(t, size)), "%d ranks", size)
