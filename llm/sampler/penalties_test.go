@@ -127,7 +127,7 @@ func TestPenaltyErrors(t *testing.T) {
 	// A penalty can exceed the range of numbers.
 	s = mustSampler(t, Config{Repetition: 5e-324})
 	s.Observe(0)
-	_, err = Draw(s, []float64{3, 1})
+	_, err = Draw(s, []float32{3, 1})
 	require.ErrorContains(t, err, "logits[0] is +Inf")
 }
 

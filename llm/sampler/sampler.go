@@ -3,17 +3,18 @@
 package sampler
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"maps"
 	"math"
 	"math/rand/v2"
 	"slices"
+
+	"github.com/kasmina-go/kasmina/internal/cpu/sampling"
 )
 
 // ErrNotFinite reports a logit that is NaN or +Inf.
-var ErrNotFinite = errors.New("logits are not finite")
+var ErrNotFinite = sampling.ErrNotFinite
 
 // Config describes how tokens are drawn from logits. The zero value always draws the most probable token.
 type Config struct {
@@ -72,13 +73,19 @@ func Nucleus(p float64) float64 {
 // A Sampler draws tokens. Among tokens with equal logits, the one with the smallest id counts as the
 // most probable. The tokens drawn depend only on the config and the logits. A Sampler is not safe for
 // concurrent use.
+//
+// Probabilities are rounded to 24 bits, and tokens that are less than 2⁻⁴⁰ times as probable as the most
+// probable one are never drawn. A GPU draws exactly the same tokens from the same logits.
 type Sampler struct {
-	config  Config
-	source  *rand.PCG
-	choices []choice // scratch memory of Draw
+	config Config
+	rule   sampling.Rule // without random number and entries
+	source *rand.PCG
+	narrow sampling.Drawer[float32]
+	wide   sampling.Drawer[float64]
 
-	drawn    map[int]int  // how often each token has been drawn, if a penalty needs it
-	occurred map[int]bool // tokens drawn or observed, if Repetition needs them
+	entries  map[int]sampling.Entry // tokens with penalties or biases
+	sorted   []sampling.Entry       // the same, by id; nil if they have changed
+	revision uint64                 // changes whenever the next draw may change
 
 	logProb float64 // of the last token drawn
 	top     []TokenProb
@@ -100,13 +107,6 @@ type Constraint interface {
 type TokenProb struct {
 	ID      int
 	LogProb float64
-}
-
-// A choice is a token with its logit and its probability relative to the most probable token.
-type choice struct {
-	id     int
-	logit  float64
-	weight float64
 }
 
 // New returns a sampler, or an error if the config is invalid.
@@ -144,50 +144,88 @@ func New(c Config) (*Sampler, error) {
 	}
 
 	c.Bias = maps.Clone(c.Bias)
-	s := &Sampler{config: c, source: rand.NewPCG(c.Seed, 0)}
-	if c.Presence != 0 || c.Frequency != 0 {
-		s.drawn = map[int]int{}
-	}
-	if c.Repetition != 0 && c.Repetition != 1 {
-		s.occurred = map[int]bool{}
+	s := &Sampler{config: c, source: rand.NewPCG(c.Seed, 0), rule: ruleOf(c), entries: map[int]sampling.Entry{}}
+	for id, bias := range c.Bias {
+		s.entries[id] = sampling.Entry{ID: id, Bias: sampling.Narrow(bias)}
 	}
 	return s, nil
+}
+
+// ruleOf returns the part of a config's rule that is the same for all tokens.
+func ruleOf(c Config) sampling.Rule {
+	r := sampling.Rule{Greedy: c.Temperature == 0, TopK: c.TopK, TopP: sampling.ShareOf(c.TopP),
+		MinWeight: sampling.WeightOf(c.MinP), Vocab: c.Vocab, Repetition: sampling.Narrow(c.Repetition),
+		Presence: sampling.Narrow(c.Presence), Frequency: sampling.Narrow(c.Frequency)}
+	if !r.Greedy {
+		r.Scale = sampling.ScaleOf(c.Temperature)
+	}
+	if c.Repetition > 0 && r.Repetition == 0 { // 0 would disable it
+		r.Repetition = math.SmallestNonzeroFloat32
+	}
+	return r
+}
+
+// repeats reports whether Repetition changes logits.
+func (s *Sampler) repeats() bool { return s.config.Repetition != 0 && s.config.Repetition != 1 }
+
+// counts reports whether any setting depends on the tokens drawn.
+func (s *Sampler) counts() bool {
+	return s.repeats() || s.config.Presence != 0 || s.config.Frequency != 0
 }
 
 // Observe informs the sampler of tokens it has not drawn, such as those of a prompt. Repetition
 // applies to them.
 func (s *Sampler) Observe(ids ...int) {
-	if s.occurred == nil {
+	if !s.repeats() {
 		return
 	}
 	for _, id := range ids {
-		s.occurred[id] = true
+		if e := s.entries[id]; !e.Occurred {
+			e.ID, e.Occurred = id, true
+			s.change(e)
+		}
 	}
 }
 
 // Constrain makes the sampler draw only tokens that c allows. The sampler informs c of the tokens drawn. A nil c
 // removes the constraint.
-func (s *Sampler) Constrain(c Constraint) { s.constraint = c }
+func (s *Sampler) Constrain(c Constraint) {
+	s.constraint = c
+	s.revision++
+}
 
 // Done reports whether the sampler's constraint considers the text complete. A sampler without a constraint
 // is never done.
 func (s *Sampler) Done() bool { return s != nil && s.constraint != nil && s.constraint.Done() }
 
-// adjusted returns the logit of a token after penalties and bias.
-func (s *Sampler) adjusted(id int, logit float64) float64 {
-	if s.occurred[id] {
-		if logit > 0 {
-			logit /= s.config.Repetition
-		} else {
-			logit *= s.config.Repetition
+// change replaces an entry.
+func (s *Sampler) change(e sampling.Entry) {
+	s.entries[e.ID] = e
+	s.sorted = nil
+	s.revision++
+}
+
+// next returns the rule for the next draw, without a random number. Its entries must not be modified.
+func (s *Sampler) next() sampling.Rule {
+	r := s.rule
+	r.Greedy = s.config.Temperature == 0 // also for the zero value
+	if len(s.entries) > 0 && s.sorted == nil {
+		for _, id := range slices.Sorted(maps.Keys(s.entries)) {
+			s.sorted = append(s.sorted, s.entries[id])
 		}
 	}
+	r.Entries = s.sorted
+	return r
+}
 
-	if n := s.drawn[id]; n > 0 {
-		logit -= s.config.Presence + float64(n)*s.config.Frequency
+// accept counts a token that was drawn by the rule of next.
+func (s *Sampler) accept(id int) {
+	s.revision++
+	if s.counts() {
+		e := s.entries[id]
+		e.ID, e.Occurred, e.Drawn = id, true, e.Drawn+1
+		s.change(e)
 	}
-
-	return logit + s.config.Bias[id]
 }
 
 // LogProb returns the log-probability of the last token drawn. This is the model's own
@@ -210,59 +248,30 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 		logits = logits[:v]
 	}
 
-	var allowed []uint64
+	// The random number is used up only if the draw succeeds.
+	r, source := s.next(), s.source
 	if s.constraint != nil {
 		var err error
-		if allowed, err = s.constraint.Allowed(); err != nil {
+		if r.Allowed, err = s.constraint.Allowed(); err != nil {
 			return 0, fmt.Errorf("sampler: Draw: %w", err)
 		}
 	}
-
-	s.choices = s.choices[:0]
-	limit := len(logits)
-	switch k := s.config.TopK; {
-	case s.config.Temperature == 0:
-		limit = 1
-	case k > 0:
-		limit = min(limit, k)
+	if !r.Greedy {
+		advanced := *s.source
+		source = &advanced
+		r.Uniform = source.Uint64()
 	}
 
-	changed := s.drawn != nil || s.occurred != nil || len(s.config.Bias) > 0
-	bound := T(math.Inf(-1)) // the least of the choices, if there are as many as needed
-	for i, logit := range logits {
-		if logit <= bound && !changed { // false for NaN
-			continue
-		}
-		if allowed != nil && (i/64 >= len(allowed) || allowed[i/64]>>(i%64)&1 == 0) {
-			continue
-		}
-		l := float64(logit)
-		if changed && l-l == 0 {
-			l = s.adjusted(i, l)
-		}
-		if l-l != 0 {
-			if math.IsInf(l, -1) {
-				continue
-			}
-			return 0, fmt.Errorf("sampler: Draw: %w: logits[%d] is %v", ErrNotFinite, i, l)
-		}
-		s.add(choice{id: i, logit: l}, limit)
-		if len(s.choices) == limit && (limit == 1 || s.config.TopK > 0) {
-			bound = T(s.choices[0].logit)
-		}
+	var id int
+	var err error
+	switch x := any(logits).(type) {
+	case []float32:
+		id, err = s.narrow.Draw(x, &r)
+	case []float64:
+		id, err = s.wide.Draw(x, &r)
 	}
-
-	if len(s.choices) == 0 {
-		which := ""
-		if allowed != nil {
-			which = " that the constraint allows"
-		}
-		return 0, fmt.Errorf("sampler: Draw: none of %d logits%s is more than -Inf", len(logits), which)
-	}
-
-	id := s.choices[0].id
-	if s.config.Temperature > 0 {
-		id = s.draw(s.candidates())
+	if err != nil {
+		return 0, fmt.Errorf("sampler: Draw: %w", err)
 	}
 
 	if s.constraint != nil {
@@ -270,10 +279,8 @@ func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
 			return 0, fmt.Errorf("sampler: Draw: %w", err)
 		}
 	}
-	if s.drawn != nil {
-		s.drawn[id]++
-	}
-	s.Observe(id)
+	s.source = source
+	s.accept(id)
 	if s.config.LogProbs {
 		record(s, logits, id)
 	}
@@ -314,102 +321,6 @@ func record[T float32 | float64](s *Sampler, logits []T, id int) {
 	}
 }
 
-// add considers one more choice and keeps the most probable ones. Once the set is full, it forms a heap
-// with the least probable choice at the root. As ids are added in increasing order, later ids lose ties.
-func (s *Sampler) add(c choice, limit int) {
-	if len(s.choices) < limit {
-		if s.choices = append(s.choices, c); len(s.choices) == limit && s.config.TopK > 0 {
-			for at := limit/2 - 1; at >= 0; at-- {
-				s.sink(at)
-			}
-		}
-		return
-	}
-
-	if c.logit > s.choices[0].logit {
-		s.choices[0] = c
-		s.sink(0)
-	}
-}
-
-// sink moves a choice down the heap until both of its children are more probable.
-func (s *Sampler) sink(at int) {
-	for {
-		least := at
-		for child := 2*at + 1; child <= 2*at+2 && child < len(s.choices); child++ {
-			if moreProbable(s.choices[child], s.choices[least]) > 0 {
-				least = child
-			}
-		}
-		if least == at {
-			return
-		}
-		s.choices[at], s.choices[least] = s.choices[least], s.choices[at]
-		at = least
-	}
-}
-
-func moreProbable(a, b choice) int {
-	return cmp.Or(cmp.Compare(b.logit, a.logit), cmp.Compare(a.id, b.id))
-}
-
-// candidates returns the choices that remain after TopK, TopP and MinP, with their weights.
-func (s *Sampler) candidates() []choice {
-	kept := s.nucleus()
-	if s.config.MinP == 0 {
-		return kept
-	}
-
-	// Weights are relative to the most probable token, which has the weight 1.
-	return slices.DeleteFunc(kept, func(c choice) bool { return c.weight < s.config.MinP })
-}
-
-// nucleus returns the choices that remain after TopK and TopP, with their weights.
-func (s *Sampler) nucleus() []choice {
-	kept := s.choices
-	best := slices.MinFunc(kept, moreProbable).logit
-	if s.config.TopK > 0 || s.config.TopP > 0 {
-		slices.SortFunc(kept, moreProbable)
-	}
-
-	total := 0.0
-	for i := range kept {
-		kept[i].weight = math.Exp((kept[i].logit - best) / s.config.Temperature)
-		total += kept[i].weight
-	}
-
-	if s.config.TopP == 0 {
-		return kept
-	}
-
-	sum := 0.0
-	for i := range kept {
-		if sum += kept[i].weight; sum >= s.config.TopP*total {
-			return kept[:i+1]
-		}
-	}
-
-	return kept
-}
-
-// draw returns the id of one of the choices, with probabilities proportional to their weights.
-func (s *Sampler) draw(kept []choice) int {
-	total := 0.0
-	for _, c := range kept {
-		total += c.weight
-	}
-
-	// The top 53 bits give a number in [0, 1) that a float64 represents exactly.
-	rest := float64(s.source.Uint64()>>11) * 0x1p-53 * total
-	for _, c := range kept {
-		if rest -= c.weight; rest < 0 {
-			return c.id
-		}
-	}
-
-	return kept[0].id // reached only if the subtractions were rounded
-}
-
 // State returns the state of the random number generator, to be saved in a checkpoint. It does not
 // include the tokens that penalties count.
 func (s *Sampler) State() ([]byte, error) {
@@ -430,5 +341,6 @@ func (s *Sampler) SetState(state []byte) error {
 		return fmt.Errorf("sampler: Sampler.SetState: %w", err)
 	}
 	s.source = restored
+	s.revision++
 	return nil
 }

@@ -2,7 +2,6 @@ package sampler
 
 import (
 	"math"
-	"math/rand/v2"
 	"slices"
 	"strings"
 	"testing"
@@ -357,42 +356,6 @@ func TestZeroSampler(t *testing.T) {
 	require.NoError(t, new(Sampler).SetState(mustState(t)))
 	_, err = Draw(nil, []float32{1})
 	require.ErrorContains(t, err, "the sampler is nil")
-}
-
-// TestTopKKeepsTheBest checks that the k most probable tokens are kept in order, in the presence of ties.
-func TestTopKKeepsTheBest(t *testing.T) {
-	r := rand.New(rand.NewPCG(5, 6))
-	for range 200 {
-		logits := make([]float64, 1+r.IntN(60))
-		var want []choice
-		for i := range logits {
-			if logits[i] = float64(r.IntN(12)); r.IntN(9) == 0 && i > 0 {
-				logits[i] = math.Inf(-1)
-				continue
-			}
-			want = append(want, choice{id: i, logit: logits[i]})
-		}
-		slices.SortFunc(want, moreProbable)
-		k := 1 + r.IntN(len(logits)+3)
-		s, err := New(Config{Temperature: 1, TopK: k})
-		require.NoError(t, err)
-		_, err = Draw(s, logits)
-		require.NoError(t, err)
-		var got []int
-		for _, c := range s.choices {
-			got = append(got, c.id)
-		}
-		want = want[:min(k, len(want))]
-		require.Len(t, got, len(want))
-		for i, c := range want {
-			require.Equal(t, c.id, got[i], "%v of %d", logits, k)
-		}
-		greedy, err := New(Config{})
-		require.NoError(t, err)
-		id, err := Draw(greedy, logits)
-		require.NoError(t, err)
-		require.Equal(t, want[0].id, id)
-	}
 }
 
 // TestNucleusOfZero checks that a top_p of 0 keeps only the most probable token, even if other tokens are
