@@ -32,6 +32,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/sample"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/silu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
 )
@@ -132,6 +133,8 @@ func TestEveryLaunch(t *testing.T) {
 		quantize.Weights{Table: weights},
 		reduce.Reduce{Op: reduce.Sum, Y: p, X: p, Outer: 1, N: 9, Inner: 8, XType: dt},
 		rope.Rotate{Y: p, X: p, Rows: 3, Seq: 3, Heads: 1, HeadDim: 6, Type: dt},
+		sample.Feed{IDs: p, From: p, Tokens: p, Rows: 3},
+		sample.Tokens{Tokens: p, Logits: p, IDs: p, Rules: p, Entries: p, State: p, Rows: 3, N: 50257, Type: dt},
 		silu.Mul{H: p, AB: p, Rows: 3, F: 8, Type: dt},
 		silu.MulBackward{DAB: p, DH: p, AB: p, Rows: 3, F: 8, Type: dt},
 		softmax.Forward{Y: p, X: p, Rows: 3, N: 8, Type: dt},

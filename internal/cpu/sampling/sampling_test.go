@@ -1,4 +1,4 @@
-package sampling
+package sampling_test
 
 import (
 	"math"
@@ -10,6 +10,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/sampling"
+	"github.com/kasmina-go/kasmina/internal/cpu/sampling/samplingtest"
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
@@ -18,27 +20,27 @@ func TestWeight(t *testing.T) {
 	r := randtest.New(t)
 	for range 100000 {
 		d, temperature := -r.Float64()*30, math.Exp2(6*r.Float64()-3)
-		scale := ScaleOf(temperature)
+		scale := sampling.ScaleOf(temperature)
 		exact := math.Exp2(float64(float32(d)) * float64(scale))
-		got := float64(Weight(float32(d), scale)) / One
+		got := float64(sampling.Weight(float32(d), scale)) / sampling.One
 		// The exponent, of at most 41, has 24 bits, and so has its power of two. Weights are integers.
-		require.InDelta(t, exact, got, exact*4e-6+2.0/One, "%g at temperature %g", d, temperature)
+		require.InDelta(t, exact, got, exact*4e-6+2.0/sampling.One, "%g at temperature %g", d, temperature)
 	}
 
-	require.EqualValues(t, One, Weight(0, ScaleOf(1)))
-	require.EqualValues(t, One, Weight(0, ScaleOf(5e-324)))
-	require.EqualValues(t, One, Weight(-1e30, ScaleOf(math.MaxFloat64)))
-	require.Zero(t, Weight(float32(math.Inf(-1)), ScaleOf(1)))
-	require.Zero(t, Weight(-1, ScaleOf(5e-324)))
-	require.Zero(t, Weight(float32(math.Inf(-1)), 0)) // −Inf·0 is NaN
-	require.Positive(t, Weight(-40, 1))
+	require.EqualValues(t, sampling.One, sampling.Weight(0, sampling.ScaleOf(1)))
+	require.EqualValues(t, sampling.One, sampling.Weight(0, sampling.ScaleOf(5e-324)))
+	require.EqualValues(t, sampling.One, sampling.Weight(-1e30, sampling.ScaleOf(math.MaxFloat64)))
+	require.Zero(t, sampling.Weight(float32(math.Inf(-1)), sampling.ScaleOf(1)))
+	require.Zero(t, sampling.Weight(-1, sampling.ScaleOf(5e-324)))
+	require.Zero(t, sampling.Weight(float32(math.Inf(-1)), 0)) // −Inf·0 is NaN
+	require.Positive(t, sampling.Weight(-40, 1))
 }
 
 // TestNeeded compares shares of totals with exact arithmetic.
 func TestNeeded(t *testing.T) {
 	r := randtest.New(t)
 	for range 100000 {
-		share, total := ShareOf(r.Float64()), r.Uint64()>>(5+r.IntN(50))
+		share, total := sampling.ShareOf(r.Float64()), r.Uint64()>>(5+r.IntN(50))
 		switch r.IntN(9) {
 		case 0:
 			share = 1 << 32
@@ -47,26 +49,26 @@ func TestNeeded(t *testing.T) {
 		}
 		want := new(big.Int).Mul(new(big.Int).SetUint64(share), new(big.Int).SetUint64(total))
 		want.Add(want, big.NewInt(1<<32-1)).Rsh(want, 32)
-		require.Equal(t, want.Uint64(), Needed(share, total), "%d of %d", share, total)
+		require.Equal(t, want.Uint64(), sampling.Needed(share, total), "%d of %d", share, total)
 	}
-	require.Zero(t, ShareOf(0))
-	require.EqualValues(t, 1, ShareOf(math.SmallestNonzeroFloat64))
-	require.EqualValues(t, 1<<32, ShareOf(1))
+	require.Zero(t, sampling.ShareOf(0))
+	require.EqualValues(t, 1, sampling.ShareOf(math.SmallestNonzeroFloat64))
+	require.EqualValues(t, 1<<32, sampling.ShareOf(1))
 }
 
 // expected draws a token by sorting all tokens. It returns −1 where Draw returns an error.
-func expected[T cpu.Float](logits []T, r *Rule) int {
+func expected[T cpu.Float](logits []T, r *sampling.Rule) int {
 	x := slices.Clone(logits)
 	if r.Vocab > 0 && r.Vocab < len(x) {
 		x = x[:r.Vocab]
 	}
-	entries := map[int]Entry{}
+	entries := map[int]sampling.Entry{}
 	for _, e := range r.Entries {
 		entries[e.ID] = e
 	}
 	for _, id := range r.Pending {
 		e := entries[id]
-		entries[id] = Entry{id, true, e.Drawn + 1, e.Bias}
+		entries[id] = sampling.Entry{id, true, e.Drawn + 1, e.Bias}
 	}
 	for id, e := range entries {
 		if id >= len(x) || x[id]-x[id] != 0 {
@@ -114,7 +116,7 @@ func expected[T cpu.Float](logits []T, r *Rule) int {
 	if r.TopK > 0 && r.TopK < len(order) {
 		order = order[:r.TopK]
 	}
-	weight := func(id int) uint64 { return Weight(float32(x[id]-x[order[0]]), r.Scale) }
+	weight := func(id int) uint64 { return sampling.Weight(float32(x[id]-x[order[0]]), r.Scale) }
 	sum := func() (total uint64) {
 		for _, id := range order {
 			total += weight(id)
@@ -122,7 +124,7 @@ func expected[T cpu.Float](logits []T, r *Rule) int {
 		return total
 	}
 	if r.TopP > 0 {
-		needed, part, n := Needed(r.TopP, sum()), uint64(0), 0
+		needed, part, n := sampling.Needed(r.TopP, sum()), uint64(0), 0
 		for part < needed {
 			part += weight(order[n])
 			n++
@@ -131,17 +133,17 @@ func expected[T cpu.Float](logits []T, r *Rule) int {
 	}
 	first := order[0]
 	order = slices.DeleteFunc(order, func(id int) bool {
-		return Weight(float32(x[id]-x[first]), r.Scale) < r.MinWeight
+		return sampling.Weight(float32(x[id]-x[first]), r.Scale) < r.MinWeight
 	})
 	total := uint64(0)
 	for _, id := range order {
-		total += Weight(float32(x[id]-x[first]), r.Scale)
+		total += sampling.Weight(float32(x[id]-x[first]), r.Scale)
 	}
 	rest := new(big.Int).Mul(new(big.Int).SetUint64(r.Uniform), new(big.Int).SetUint64(total))
 	left := rest.Rsh(rest, 64).Uint64()
 	slices.Sort(order)
 	for _, id := range order {
-		w := Weight(float32(x[id]-x[first]), r.Scale)
+		w := sampling.Weight(float32(x[id]-x[first]), r.Scale)
 		if left < w {
 			return id
 		}
@@ -154,29 +156,17 @@ func expected[T cpu.Float](logits []T, r *Rule) int {
 // that are not finite.
 func TestDraw(t *testing.T) {
 	r := randtest.New(t)
-	var narrow Drawer[float32]
-	var wide Drawer[float64]
+	var narrow sampling.Drawer[float32]
+	var wide sampling.Drawer[float64]
 	drawn := map[int]int{}
 	for i := range 6000 {
 		n := 1 + r.IntN(60)
 		if i%100 == 0 {
 			n = 5000
 		}
-		rule := Random(r, n)
+		rule := samplingtest.Rule(r, n)
 		logits := make([]float64, n)
-		for j := range logits {
-			switch logits[j] = r.NormFloat64() * 4; r.IntN(12) {
-			case 0:
-				logits[j] = math.Round(logits[j])
-			case 1:
-				logits[j] = math.Inf(-1)
-			case 2:
-				logits[j] = math.Copysign(0, logits[j])
-			}
-		}
-		if r.IntN(50) == 0 {
-			logits[r.IntN(n)] = []float64{math.NaN(), math.Inf(1)}[r.IntN(2)]
-		}
+		samplingtest.Logits(r, logits)
 		before := slices.Clone(logits)
 		short := make([]float32, n)
 		for j, v := range logits {
@@ -201,37 +191,6 @@ func TestDraw(t *testing.T) {
 	require.Greater(t, len(drawn), 30)
 }
 
-// Random returns a random rule for a vocabulary.
-func Random(r *rand.Rand, n int) Rule {
-	maybe := func(f func()) {
-		if r.IntN(2) == 0 {
-			f()
-		}
-	}
-	rule := Rule{Scale: ScaleOf(math.Exp2(4*r.Float64() - 2)), Uniform: r.Uint64(), Greedy: r.IntN(8) == 0}
-	maybe(func() { rule.TopK = 1 + r.IntN(n+3) })
-	maybe(func() { rule.TopP = ShareOf(r.Float64()) })
-	maybe(func() { rule.MinWeight = WeightOf(r.Float64() * r.Float64()) })
-	maybe(func() { rule.Vocab = 1 + r.IntN(n+3) })
-	maybe(func() {
-		rule.Repetition, rule.Presence, rule.Frequency = float32(2*r.Float64()+0.1), float32(r.NormFloat64()),
-			float32(r.NormFloat64())
-		for range r.IntN(3) {
-			rule.Pending = append(rule.Pending, r.IntN(n))
-		}
-		for id := range n {
-			if r.IntN(4) == 0 {
-				e := Entry{ID: id, Occurred: r.IntN(2) == 0, Drawn: r.IntN(3), Bias: float32(r.NormFloat64())}
-				if r.IntN(9) == 0 {
-					e.Bias = []float32{-100, float32(math.Inf(-1))}[r.IntN(2)]
-				}
-				rule.Entries = append(rule.Entries, e)
-			}
-		}
-	})
-	return rule
-}
-
 // BenchmarkDraw draws from logits as a model with a large vocabulary makes them.
 func BenchmarkDraw(b *testing.B) {
 	const n = 128256
@@ -240,12 +199,12 @@ func BenchmarkDraw(b *testing.B) {
 	for i := range logits {
 		logits[i] = float32(3 * r.NormFloat64())
 	}
-	for name, rule := range map[string]Rule{
-		"greedy": {Greedy: true}, "all": {Scale: ScaleOf(1)}, "top-k": {Scale: ScaleOf(1), TopK: 50},
-		"top-p": {Scale: ScaleOf(1), TopP: ShareOf(0.9)},
+	for name, rule := range map[string]sampling.Rule{
+		"greedy": {Greedy: true}, "all": {Scale: sampling.ScaleOf(1)}, "top-k": {Scale: sampling.ScaleOf(1), TopK: 50},
+		"top-p": {Scale: sampling.ScaleOf(1), TopP: sampling.ShareOf(0.9)},
 	} {
 		b.Run(name, func(b *testing.B) {
-			var d Drawer[float32]
+			var d sampling.Drawer[float32]
 			for range b.N {
 				rule.Uniform = r.Uint64()
 				if _, err := d.Draw(logits, &rule); err != nil {
