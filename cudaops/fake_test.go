@@ -33,6 +33,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/sample"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/silu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/softmax"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
@@ -42,6 +43,7 @@ import (
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 	cpuoptimizer "github.com/kasmina-go/kasmina/internal/cpu/optimizer"
+	"github.com/kasmina-go/kasmina/internal/cpu/sampling"
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 	"github.com/kasmina-go/kasmina/internal/half"
 	"github.com/kasmina-go/kasmina/internal/opbase"
@@ -868,6 +870,41 @@ func (k *fakeKernels) DecodeAttention(l *fake.Launch, a decode.Attention) {
 
 	cpuattention.At(floatsAt(l, a.Y, qd), q, keys, values, p, 1, cpuattention.Shape{Heads: a.Heads,
 		KVHeads: a.KVHeads, HeadDim: a.HeadDim, Scale: a.Scale, Window: a.Window})
+}
+
+func (k *fakeKernels) SampleFeed(l *fake.Launch, a sample.Feed) {
+	ids := fake.Slice[int64](l, a.IDs, a.Rows)
+	for i, from := range fake.Slice[int64](l, a.From, a.Rows) {
+		if from >= 0 {
+			ids[i] = max(0, fake.Slice[int64](l, a.Tokens, int(from)+1)[from])
+		}
+	}
+}
+
+func (k *fakeKernels) SampleTokens(l *fake.Launch, a sample.Tokens) {
+	for _, v := range fake.Slice[byte](l, a.State, sample.StateBytes(a.Rows)) {
+		if v != 0 {
+			panic("the state is not zero")
+		}
+	}
+
+	var d sampling.Drawer[float32]
+	words := fake.Slice[int64](l, a.Rules, a.Rows*sample.RuleWords)
+	entries := fake.Slice[int64](l, a.Entries, sampling.MostEntries*sample.EntryWords)
+	for row := range a.Rows {
+		token := &fake.Slice[int64](l, a.Tokens, a.Rows)[row]
+		*token = -1
+		rule := words[row*sample.RuleWords:][:sample.RuleWords]
+		ids := []int64(nil)
+		if n := int(rule[10]) + 1; n > 0 {
+			ids = fake.Slice[int64](l, a.IDs, n)
+		}
+		if r, ok := sample.Decode(rule, entries, ids); ok {
+			if id, err := d.Draw(floatsAt(l, a.Logits, a.Rows*a.N)[row*a.N:][:a.N], &r); err == nil {
+				*token = int64(id)
+			}
+		}
+	}
 }
 
 func (k *fakeKernels) DecodeProduct(l *fake.Launch, a decode.Product) {

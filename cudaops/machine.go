@@ -52,6 +52,7 @@ type Machine struct {
 
 	sent   gpu.Event               // recorded once the inputs of the last run have left their staging memory
 	filled map[*gorgonia.Node]bool // attentions with a cache filled by Keep
+	draws  *draws                  // nil without WithDraws
 }
 
 // annotate adds the method's name to the error that it returns.
@@ -274,6 +275,10 @@ func (m *Machine) load(p *program.Program) (err error) {
 		return err
 	}
 
+	if m.draws, err = newDraws(m); err != nil {
+		return err
+	}
+
 	warn := m.config.Warn
 	if m.layers, err = kasmina.New(&kasmina.Runtime{Runner: r, Strict: m.config.Strict,
 		Warn: warn, SeparateGraphs: m.config.single}); err != nil {
@@ -395,7 +400,7 @@ func (m *Machine) Run(ctx context.Context) (err error) {
 	defer m.profiler.Call("Run")()
 
 	if err := run.InOrder(func() error { return awaited.Arrive(r.Stream) }, m.layers.Before,
-		r.Inputs.SendAll, func() error { return device.Record(m.sent, r.Stream) },
+		r.Inputs.SendAll, func() error { return m.draws.send(m) }, func() error { return device.Record(m.sent, r.Stream) },
 		func() error { return r.Compute(m.observer(), m.optimizer) }, m.layers.After); err != nil {
 		return err
 	}

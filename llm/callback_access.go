@@ -2,10 +2,12 @@ package llm
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"sync"
 
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -113,6 +115,43 @@ func (t *Trainer) decoder() (logitsFunc, error) {
 		return logits, err
 	}, nil
 }
+
+// drawer returns a function that draws tokens on the engine's device, or nil if the engine does not. Like decoder, it
+// locks the model during each call.
+func (t *Trainer) drawer() (DrawFunc, error) {
+	var next DrawFunc
+	var changes uint64
+	refresh := func() (err error) {
+		if now := changesOf(t.Model); next == nil || now != changes {
+			if d, ok := t.driver.engine.(drawer); ok {
+				next, err = d.Drawer()
+			}
+			changes = now
+		}
+		return err
+	}
+
+	if err := t.inTurn(refresh); err != nil || next == nil {
+		return nil, err
+	}
+
+	return func(ctx context.Context, tokens []int, s *sampler.Sampler, last bool) (id int, err error) {
+		err = t.inTurn(func() error {
+			if err := refresh(); err != nil {
+				return err
+			}
+			if next == nil {
+				return errors.New("the engine that draws tokens has been replaced by one that does not: start again")
+			}
+			id, err = next(ctx, tokens, s, last)
+			return err
+		})
+		return id, err
+	}, nil
+}
+
+// drawer is an engine that can draw tokens on its device.
+type drawer interface{ Drawer() (DrawFunc, error) }
 
 // opTimes returns the op times of the trainer's engine, even if a step has failed.
 func (t *Trainer) opTimes(p Profiler) ([]OpTime, error) {

@@ -174,6 +174,7 @@ func drawSample(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int,
 	}
 
 	g := GeneratorOf(t.config(), t.decoder)
+	g.drawer = t.drawer
 	var tokens []int
 	for token, err := range g.Generate(t.context(), promptTokens(tok, prompt), n, s) {
 		if err != nil {

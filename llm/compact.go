@@ -202,5 +202,5 @@ func (m *CompactModel) Inference() *Inference {
 // is faster for multiple texts.
 func (m *CompactModel) Generator() *Generator {
 	i := m.Inference()
-	return &Generator{m.parts.Config, i.Decoder, i.Close}
+	return &Generator{config: m.parts.Config, decoder: i.Decoder, close: i.Close}
 }

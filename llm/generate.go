@@ -22,6 +22,7 @@ import (
 type Generator struct {
 	config  Config
 	decoder func() (logitsFunc, error)
+	drawer  func() (DrawFunc, error) // nil if the host draws all tokens
 	close   func() error
 }
 
@@ -35,7 +36,8 @@ func NewGenerator(m *Model) (*Generator, error) {
 	if _, err := i.Decoder(); err != nil {
 		return nil, err
 	}
-	return &Generator{m.Config, func() (logitsFunc, error) { return i.lockingDecoder(m) }, i.Close}, nil
+	return &Generator{config: m.Config, decoder: func() (logitsFunc, error) { return i.lockingDecoder(m) },
+		close: i.Close}, nil
 }
 
 // logitsFunc returns the logits for the token that follows the given tokens. See Engine.Decoder.
@@ -127,7 +129,7 @@ func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *sample
 		return errors.New("the sampler is nil")
 	}
 
-	logits, err := g.decoder()
+	draw, err := g.draws()
 	if err != nil {
 		return err
 	}
@@ -137,7 +139,7 @@ func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *sample
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		next, err := drawFrom(ctx, logits, window, s)
+		next, err := draw(ctx, window, s, i == n-1)
 		if err != nil {
 			return fmt.Errorf("token %d: %w", i+1, err)
 		}
@@ -153,6 +155,23 @@ func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *sample
 	return nil
 }
 
+// draws returns the function that draws the tokens of a text.
+func (g *Generator) draws() (DrawFunc, error) {
+	if g.drawer != nil {
+		if draw, err := g.drawer(); draw != nil || err != nil {
+			return draw, err
+		}
+	}
+
+	logits, err := g.decoder()
+	if err != nil {
+		return nil, err
+	}
+	return func(ctx context.Context, tokens []int, s *sampler.Sampler, _ bool) (int, error) {
+		return drawFrom(ctx, logits, tokens, s)
+	}, nil
+}
+
 // drawFrom draws the token that follows the given tokens.
 func drawFrom(ctx context.Context, logits func(ctx context.Context, tokens []int) (any, error),
 	tokens []int, s *sampler.Sampler) (int, error) {
@@ -160,8 +179,13 @@ func drawFrom(ctx context.Context, logits func(ctx context.Context, tokens []int
 	if err != nil {
 		return 0, err
 	}
-	if x, ok := v.([]float32); ok {
+	return drawToken(v, s)
+}
+
+// drawToken draws a token from logits, a []float32 or []float64.
+func drawToken(logits any, s *sampler.Sampler) (int, error) {
+	if x, ok := logits.([]float32); ok {
 		return sampler.Draw(s, x)
 	}
-	return sampler.Draw(s, v.([]float64))
+	return sampler.Draw(s, logits.([]float64))
 }

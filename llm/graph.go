@@ -56,6 +56,8 @@ type Graph struct {
 	// Pages assigns the rows to sequences in pages: see [kvcache.Spans.PageTable]. It is nil in other graphs.
 	Pages  *gorgonia.Node
 	Logits *gorgonia.Node // [len(Rows), Vocab], ForLogits
+	// Draws reports whether the machine should draw tokens from Logits and feed them to IDs.
+	Draws  bool
 	Params gorgonia.Nodes // one for each of the model's Params
 	// Learning lists the Params with gradients in a ForTraining graph. These are all Params, only the
 	// planted ones in a frozen model, or the parameters named by withGradients.
@@ -277,6 +279,7 @@ type graphBuilder struct {
 	adapters   selectable    // among which selection chooses for each row
 	selection  *lowrank.Selection
 	keeps      bool // whether to output keys and values for a cached graph
+	draws      bool // whether the machine draws tokens
 	out        *Graph
 	nodes      map[string]*gorgonia.Node // parameters by name
 }
@@ -284,7 +287,7 @@ type graphBuilder struct {
 func (b *graphBuilder) build(batch int) (*Graph, error) {
 	c, rows := b.Config, batch*b.blocks.Seq
 	out := &Graph{G: b.g, Kind: b.kind, Batch: batch, Base: b.Base, preference: b.preference, blocks: &b.blocks,
-		keeps: b.keeps}
+		keeps: b.keeps, Draws: b.draws}
 	b.out = out
 	if b.cached {
 		rows = 1

@@ -25,6 +25,8 @@ type Decoding struct {
 	initial      int    // initial capacity of the cache in positions
 	window, step Runner // without machines until first used
 	tokens       []int  // tokens with cached keys and values
+	draws        bool   // whether the step's machine draws tokens
+	ahead        *drawAhead
 }
 
 // keyKeeper is a machine that caches keys and values on a device. Keep copies the keys and values of the
@@ -82,7 +84,7 @@ func (r *Runner) close() error {
 func (d *Decoding) Kept() int { return len(d.tokens) }
 
 // Forget drops the cached keys and values. It must be called when the model may have changed.
-func (d *Decoding) Forget() { d.tokens = nil }
+func (d *Decoding) Forget() { d.tokens, d.ahead = nil, nil }
 
 // capacity returns the number of positions that the step's cache can hold.
 func (d *Decoding) capacity() int {
@@ -119,7 +121,8 @@ func (d *Decoding) reserveStep(positions int) error {
 	}
 	before := d.step
 	d.step = Runner{}
-	err := d.replaceRunner(&d.step, withPosition(kvcache.Room(max(positions, d.initial), d.model.Config.Seq)))
+	room := kvcache.Room(max(positions, d.initial), d.model.Config.Seq)
+	err := d.replaceRunner(&d.step, func(b *graphBuilder) { b.blocks.Seq, b.cached, b.draws = room, true, d.draws })
 	if err == nil && len(d.tokens) > 0 {
 		err = d.keep(before.Machine, before.blocks.Cached, before.blocks.Cached)
 	}
@@ -151,6 +154,7 @@ func (d *Decoding) Next(ctx context.Context, tokens []int) (any, error) {
 		return nil, errors.New("llm: the context is nil, or the Decoding is its zero value")
 	}
 
+	d.settle(tokens)
 	last := len(tokens) - 1
 	if last > 0 && last < d.model.Config.Seq && slices.Equal(d.tokens, tokens[:last]) {
 		if err := d.reserveStep(last + 1); err != nil {
@@ -224,9 +228,3 @@ func (d *Decoding) keep(from Machine, keys, values gorgonia.Nodes) error {
 
 // WithWindow makes a graph process sequences of the given number of positions instead of Config.Seq.
 func WithWindow(positions int) GraphOption { return func(b *graphBuilder) { b.blocks.Seq = positions } }
-
-// withPosition makes a graph process a single token, with a cache for the keys and values of at most the
-// given number of positions.
-func withPosition(positions int) GraphOption {
-	return func(b *graphBuilder) { b.blocks.Seq, b.cached = positions, true }
-}

@@ -18,6 +18,9 @@ type Inference struct {
 	// Make creates a machine that computes a graph with the model's parameters and keeps Graph.Outputs;
 	// nil selects a machine on the CPU.
 	Make func(*Graph) (Machine, error)
+	// DrawsOnDevice makes the machines of graphs with [Graph.Draws] draw tokens. They must have a method Draw, as
+	// cudaops.Machine has.
+	DrawsOnDevice bool
 	// Preference makes Loss return the loss of preference pairs.
 	Preference *op.Preference
 
@@ -186,6 +189,7 @@ func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, err
 
 	if i.decoding == nil {
 		decoding := newDecoding(m, i.Make, i.OnCPU())
+		decoding.draws = i.DrawsOnDevice
 		if err := decoding.reserveStep(1); err != nil {
 			return nil, err
 		}
@@ -194,6 +198,18 @@ func (i *Inference) Decoder() (func(ctx context.Context, tokens []int) (any, err
 
 	i.decoding.Forget()
 	return i.decoding.Next, nil
+}
+
+// Drawer returns a function that draws the token that follows a text, or nil if the host draws all tokens from the
+// logits of Decoder.
+func (i *Inference) Drawer() (DrawFunc, error) {
+	if i == nil || !i.DrawsOnDevice {
+		return nil, nil
+	}
+	if _, err := i.Decoder(); err != nil {
+		return nil, err
+	}
+	return i.decoding.Draw, nil
 }
 
 // OnCPU reports whether the inference computes on the CPU.

@@ -156,14 +156,15 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 
 	makeMachine := func(g *llm.Graph) (llm.Machine, error) {
 		return cudaops.NewMachine(b.device, g.G, append(slices.Clip(b.opts),
-			cudaops.WithParamsOf(machine), cudaops.WithOutputs(g.Outputs()...))...)
+			append(draws(g), cudaops.WithParamsOf(machine), cudaops.WithOutputs(g.Outputs()...))...)...)
 	}
 	name := b.name
 	if p := machine.GradientPrecision(); p != cudaops.Float32 { // the gradient precision affects the results of a run
 		name += ", gradients " + p.String()
 	}
 
-	return &engine{name, llm.Inference{Model: b.model, Make: makeMachine, Preference: b.config.Preference}, b.optimizer, b.config.Clip,
+	return &engine{name, llm.Inference{Model: b.model, Make: makeMachine, Preference: b.config.Preference,
+		DrawsOnDevice: cudaops.DecodesOnDevice()}, b.optimizer, b.config.Clip,
 		g, machine, false, b, false}, nil
 }
 

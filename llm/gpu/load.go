@@ -71,10 +71,20 @@ func load(ctx context.Context, device *cudaops.Device, precision cudaops.Precisi
 		return nil, err
 	}
 
-	return llm.InferenceOf(c, func(g *llm.Graph) (llm.Machine, error) {
-		return cudaops.NewMachine(device, g.G, append([]cudaops.MachineOption{
-			cudaops.WithParamsOf(owner), cudaops.WithOutputs(g.Outputs()...)}, all...)...)
-	}, owner.Close), nil
+	i := llm.InferenceOf(c, func(g *llm.Graph) (llm.Machine, error) {
+		return cudaops.NewMachine(device, g.G, append(append(draws(g),
+			cudaops.WithParamsOf(owner), cudaops.WithOutputs(g.Outputs()...)), all...)...)
+	}, owner.Close)
+	i.DrawsOnDevice = cudaops.DecodesOnDevice()
+	return i, nil
+}
+
+// draws returns the option that makes the machine of a graph draw tokens, if it should.
+func draws(g *llm.Graph) []cudaops.MachineOption {
+	if !g.Draws {
+		return nil
+	}
+	return []cudaops.MachineOption{cudaops.WithDraws(g.Logits, g.IDs)}
 }
 
 // NewBatcher returns a batcher for an inference returned by [Load]. The batcher takes ownership of the

@@ -328,5 +328,8 @@ func (r ranked) Decoder() (func(ctx context.Context, tokens []int) (any, error),
 	return r.team.Drawing(next), err
 }
 
+// Drawer returns nil, because drawing a token on the device would not count as progress.
+func (r ranked) Drawer() (llm.DrawFunc, error) { return nil, nil }
+
 // Drop does nothing, because the sums of the next step start from zero.
 func (r ranked) Drop() error { return nil }

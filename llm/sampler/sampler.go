@@ -321,6 +321,54 @@ func record[T float32 | float64](s *Sampler, logits []T, id int) {
 	}
 }
 
+// A Plan is what a device needs to draw a sampler's next tokens. It is meant for the engines of this module.
+type Plan struct {
+	rule   sampling.Rule
+	source *rand.PCG
+}
+
+// Plan returns a plan for the next tokens, or nil if a device cannot draw them, because log-probabilities are
+// requested or too many tokens have penalties. The sampler's own state changes only when Accept is called.
+func (s *Sampler) Plan() *Plan {
+	if s.config.LogProbs || len(s.entries) > mostEntries {
+		return nil
+	}
+	p := &Plan{rule: s.next()}
+	if !p.rule.Greedy {
+		source := *s.source
+		p.source = &source
+	}
+	return p
+}
+
+// mostEntries is the largest number of tokens with penalties or biases in a plan.
+const mostEntries = sampling.MostEntries / 8
+
+// Next returns the rule for the next token. If later is set, the rule takes into account one more token, which the
+// device knows.
+func (p *Plan) Next(later bool) *sampling.Rule {
+	r := p.rule
+	if p.source != nil {
+		r.Uniform = p.source.Uint64()
+	}
+	if later && (r.Repetition != 0 && r.Repetition != 1 || r.Presence != 0 || r.Frequency != 0) {
+		r.Pending = []int{0}
+	}
+	return &r
+}
+
+// Accept counts a token that a device has drawn as [Plan] describes.
+func (s *Sampler) Accept(id int) {
+	if s.config.Temperature > 0 {
+		s.source.Uint64()
+	}
+	s.accept(id)
+}
+
+// Revision returns a number that changes with every draw, and with every other change to the tokens that the sampler
+// will draw.
+func (s *Sampler) Revision() uint64 { return s.revision }
+
 // State returns the state of the random number generator, to be saved in a checkpoint. It does not
 // include the tokens that penalties count.
 func (s *Sampler) State() ([]byte, error) {

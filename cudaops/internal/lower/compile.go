@@ -40,6 +40,7 @@ type Options struct {
 	Accumulate bool      // gradients accumulate over runs
 	Strict     bool      // a node without a kernel is an error
 	Room       int       // bytes that may be used to save time
+	Draws      Draws     // the tokens to draw
 	Timed      bool      // allow timing Kasmina layers without telemetry, which needs extra memory
 
 	Shared       *program.Program // program that owns the shared parameters; nil if there are none
@@ -121,6 +122,10 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 
 	if o.Accumulate {
 		c.accumulate()
+	}
+
+	if o.Draws.Logits != nil {
+		c.draw(o.Draws)
 	}
 
 	if c.joinSteps(); c.err != nil {

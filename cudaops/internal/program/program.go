@@ -31,11 +31,21 @@ type Program struct {
 	Scale   *Array
 	Scaling Scaling
 
+	Draws *Draws // nil if no tokens are drawn
+
 	Kasmina []*KasminaLayer
 	Reports *Array // telemetry of all Kasmina layers; nil if there are none
 
 	Arena int // total size in bytes of the buffers that are not resident
 	Spent int // bytes used only to save time, which a machine short of memory can give up
+}
+
+// Draws describes the tokens that a program draws. Params holds, as int64, the sources of Fed ids, a rule for each of
+// Rows rows of logits, and the entries of the rules: see package sample. Tokens [Rows] receives the tokens, which the
+// next run can feed to its ids.
+type Draws struct {
+	Params, Tokens *Array
+	Rows, Fed      int
 }
 
 // Cache holds the keys and values of all positions so far, one per row. It lives as long as the machine.

@@ -61,6 +61,21 @@ type Entry struct {
 	Bias  float32 // added to the logit
 }
 
+// A Pass describes the tokens to draw in a pass over a model on a device.
+type Pass struct {
+	// From lists, for each of the first rows of the pass, the row of the preceding pass whose token it takes as its
+	// own input, or −1 for a row with an input from the host.
+	From []int
+	// Rules has a rule for each of the first rows with logits, or nil for a row without a token.
+	Rules []*Rule
+	// Rows lists the rows of the pass that have logits. The pending token of a rule, of which there may be one, is
+	// the input of its row.
+	Rows []int
+}
+
+// MostEntries is the largest number of entries of all rules of a pass.
+const MostEntries = 1 << 14
+
 // One is the weight of the most probable token.
 const One = 1 << 40
 
