@@ -6,12 +6,14 @@ import (
 	"math/rand/v2"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
+	"github.com/kasmina-go/kasmina/internal/cpu/sampling"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
@@ -121,4 +123,119 @@ func TestDraws(t *testing.T) {
 	requireNoLeaks(t, device)
 }
 
-var _ sync.Mutex
+// countingMachine counts the passes that take tokens from the pass before.
+type countingMachine struct {
+	*Machine
+	ahead *atomic.Int64
+}
+
+func (m countingMachine) Draw(ctx context.Context, p sampling.Pass) (func() ([]int, error), error) {
+	for _, row := range p.From {
+		if row >= 0 {
+			m.ahead.Add(1)
+		}
+	}
+	return m.Machine.Draw(ctx, p)
+}
+
+// TestDrawsInBatches checks the tokens of texts that are continued at the same time, by different samplers. Texts join
+// and leave at any time, are cut off, and go on with other tokens or samplers. Most tokens must have been drawn before
+// they were asked for, and nothing may stay on the device.
+func TestDrawsInBatches(t *testing.T) {
+	device, _ := openFake(t, fake.Config{})
+	drawing, plain, _ := inferences(t, device)
+	var ahead, all atomic.Int64
+	newMachine := drawing.Make
+	drawing.Make = func(g *llm.Graph) (llm.Machine, error) {
+		m, err := newMachine(g)
+		if err != nil {
+			return nil, err
+		}
+		return countingMachine{m.(*Machine), &ahead}, nil
+	}
+	b, err := drawing.NewBatcher(llm.BatcherOptions{Texts: 4, Rows: 20, Tokens: 6 * 64})
+	require.NoError(t, err)
+	host, err := plain.NewBatcher(llm.BatcherOptions{Texts: 4, Rows: 20, Tokens: 8 * 64})
+	require.NoError(t, err)
+
+	var texts sync.WaitGroup
+	for i := range 6 {
+		texts.Go(func() {
+			r := rand.New(rand.NewPCG(uint64(i), 2))
+			draw, err := b.Drawer()
+			require.NoError(t, err)
+			tokens := []int{3, i, 4}
+			for range 12 {
+				switch r.IntN(4) {
+				case 0:
+					tokens = append(tokens[:max(1, len(tokens)-r.IntN(4))], r.IntN(19))
+				case 1:
+					tokens = tokens[:max(1, len(tokens)-r.IntN(9))]
+				case 2:
+					draw, err = b.Drawer()
+					require.NoError(t, err)
+				}
+				if len(tokens) > 35 {
+					tokens = tokens[:10]
+				}
+				c := samplings[r.IntN(len(samplings))]
+				s, err := sampler.New(c)
+				require.NoError(t, err)
+				s.Observe(tokens...)
+				n := 1 + r.IntN(20)
+				want := onHost(t, host, c, tokens, n)
+				for k := range n {
+					id, err := draw(t.Context(), tokens, s, k == n-1 && r.IntN(2) == 0)
+					require.NoError(t, err)
+					require.Equal(t, want[k], id, "token %d of text %d", k, i)
+					tokens = append(tokens, id)
+					all.Add(1)
+				}
+			}
+		})
+	}
+	texts.Wait()
+	t.Logf("%d of %d tokens were drawn ahead", ahead.Load(), all.Load())
+	require.Greater(t, ahead.Load(), all.Load()/8)
+	require.NoError(t, b.Close())
+	require.NoError(t, host.Close())
+	requireNoLeaks(t, device)
+}
+
+// TestUndrawable checks that the error of a sampler is that of the host if no token can be drawn, and that the text can
+// go on with another sampler.
+func TestUndrawable(t *testing.T) {
+	device, _ := openFake(t, fake.Config{})
+	drawing, plain, c := inferences(t, device)
+	bias := map[int]float64{}
+	for id := range c.Vocab {
+		bias[id] = math.Inf(-1)
+	}
+	prompt := []int{3, 1, 4}
+	check := func(draw llm.DrawFunc) {
+		good, err := sampler.New(sampler.Config{})
+		require.NoError(t, err)
+		id, err := draw(t.Context(), prompt, good, false)
+		require.NoError(t, err)
+		none, err := sampler.New(sampler.Config{Bias: bias})
+		require.NoError(t, err)
+		tokens := append(slices.Clone(prompt), id)
+		_, err = draw(t.Context(), tokens, none, false)
+		require.ErrorContains(t, err, "none of 19 logits is more than -Inf")
+		next, err := draw(t.Context(), tokens, good, false)
+		require.NoError(t, err)
+		require.Equal(t, onHost(t, plain, sampler.Config{}, prompt, 2), []int{id, next})
+	}
+
+	draw, err := drawing.Drawer()
+	require.NoError(t, err)
+	check(draw)
+	b, err := drawing.NewBatcher(llm.BatcherOptions{Texts: 2, Rows: 20, Tokens: 2 * 64})
+	require.NoError(t, err)
+	draw, err = b.Drawer()
+	require.NoError(t, err)
+	check(draw)
+	require.NoError(t, b.Close())
+	require.NoError(t, plain.Close())
+	requireNoLeaks(t, device)
+}

@@ -14,6 +14,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/op/kvcache"
 	"github.com/kasmina-go/kasmina/op/lowrank"
 )
@@ -77,6 +78,7 @@ type Batcher struct {
 	attached []attachedSeed
 	last     time.Duration // time of the last pass
 	passes   int
+	landed   time.Time // when the last flight ended
 }
 
 // passShape is the shape of a graph for a pass: the number of tokens, of tokens that get logits, and of
@@ -96,17 +98,22 @@ type batchText struct {
 	sequence *kvcache.Sequence
 	seen     uint64 // changes of the model when it was computed
 	evicted  bool   // its pages belong to other texts
+	drawn    *int   // the token that follows, if the device has drawn it before a job asked
 }
 
 // A batchJob is a request for the logits that follow a text.
 type batchJob struct {
 	ctx     context.Context
-	tokens  []int      // the whole text, followed by the proposed tokens
-	draft   int        // number of proposed tokens
-	ahead   []any      // logits after the proposed tokens
-	adapter int        // index, or noAdapter
-	text    *batchText // keys and values of some first tokens; nil before the first pass
+	tokens  []int         // the whole text, followed by the proposed tokens
+	draft   int           // number of proposed tokens
+	ahead   []any         // logits after the proposed tokens
+	adapter int           // index, or noAdapter
+	text    *batchText    // keys and values of some first tokens; nil before the first pass
+	plan    *sampler.Plan // draws the token on the device; nil to return the logits
+	fresh   bool          // the plan differs from that of the text's previous job
+	last    bool          // no job for the same text will follow
 	logits  any
+	token   int // if plan is not nil and logits is nil; negative if the device cannot draw it
 	err     error
 	done    chan struct{}
 }
@@ -216,7 +223,11 @@ func (b *Batcher) parts() ModelParts {
 
 // Generator returns a generator. Its texts are computed together with the texts of the batcher's other
 // generators, and several goroutines may use it at the same time.
-func (b *Batcher) Generator() *Generator { return GeneratorOf(b.config, b.Decoder) }
+func (b *Batcher) Generator() *Generator {
+	g := GeneratorOf(b.config, b.Decoder)
+	g.drawer = b.Drawer
+	return g
+}
 
 // Adapted returns a generator like Generator for the model with one of BatcherOptions.Adapters.
 func (b *Batcher) Adapted(adapter int) (*Generator, error) {
@@ -243,8 +254,7 @@ func (b *Batcher) decoder(adapter int) (func(ctx context.Context, tokens []int) 
 		if err := b.check(tokens); err != nil {
 			return nil, err
 		}
-		j := &batchJob{ctx: ctx, tokens: slices.Clone(tokens), adapter: adapter, text: text,
-			done: make(chan struct{})}
+		j := &batchJob{ctx: ctx, tokens: slices.Clone(tokens), adapter: adapter, text: text}
 		if b.options.Lookup > 0 {
 			if logits, ok := repeats.logits(tokens, b.changes()); ok {
 				return logits, nil
@@ -253,27 +263,12 @@ func (b *Batcher) decoder(adapter int) (func(ctx context.Context, tokens []int) 
 			j.tokens, j.draft = append(j.tokens, draft...), len(draft)
 		}
 		text = nil // until the job has ended without an error
-
-		b.mu.Lock()
-		b.waiting = append(b.waiting, j)
-		b.mu.Unlock()
-		select {
-		case b.arrived <- struct{}{}:
-		default:
+		if err := b.submit(j); err != nil {
+			return nil, err
 		}
-
-		select {
-		case <-j.done:
-		case <-ctx.Done():
-			return nil, context.Cause(ctx)
-		case <-b.done: // after the last pass
-			return nil, context.Cause(b.stopped)
-		}
-		if j.err == nil {
-			text = j.text
-			repeats.record(j.tokens, j.ahead, j.text.seen)
-		}
-		return j.logits, j.err
+		text = j.text
+		repeats.record(j.tokens, j.ahead, j.text.seen)
+		return j.logits, nil
 	}, nil
 }
 
@@ -283,6 +278,27 @@ func (b *Batcher) changes() uint64 {
 		return 0
 	}
 	return changesOf(b.model)
+}
+
+// submit adds a job and waits for its end.
+func (b *Batcher) submit(j *batchJob) error {
+	j.done = make(chan struct{})
+	b.mu.Lock()
+	b.waiting = append(b.waiting, j)
+	b.mu.Unlock()
+	select {
+	case b.arrived <- struct{}{}:
+	default:
+	}
+
+	select {
+	case <-j.done:
+	case <-j.ctx.Done():
+		return context.Cause(j.ctx)
+	case <-b.done: // after the last pass
+		return context.Cause(b.stopped)
+	}
+	return j.err
 }
 
 // check returns an error for tokens that no model of this size can follow.
@@ -323,27 +339,43 @@ func (b *Batcher) run() {
 			return
 		}
 
+		if claimed := b.claimAll(jobs); len(claimed) > 0 {
+			expected = b.finish(claimed)
+			continue
+		}
+
 		began := time.Now()
-		finished, err := b.pass(jobs)
+		finished, f, err := b.pass(jobs)
 		b.last = time.Since(began)
 		b.passes++
 		if err != nil {
-			for _, j := range jobs {
-				j.err = err
-			}
-			finished = jobs
+			finished = failed(jobs, err)
 		}
-		for _, j := range finished {
-			close(j.done)
+		expected = b.finish(finished)
+		for f != nil {
+			expected, f = b.fly(f)
 		}
-
-		b.mu.Lock()
-		b.waiting = slices.DeleteFunc(b.waiting, func(j *batchJob) bool {
-			return slices.Contains(finished, j)
-		})
-		expected = len(finished) + len(b.waiting)
-		b.mu.Unlock()
 	}
+}
+
+// failed sets the error of jobs.
+func failed(jobs []*batchJob, err error) []*batchJob {
+	for _, j := range jobs {
+		j.err = err
+	}
+	return jobs
+}
+
+// finish ends jobs, and returns the number of jobs to expect at once.
+func (b *Batcher) finish(finished []*batchJob) (expected int) {
+	for _, j := range finished {
+		close(j.done)
+	}
+
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.waiting = slices.DeleteFunc(b.waiting, func(j *batchJob) bool { return slices.Contains(finished, j) })
+	return len(finished) + len(b.waiting)
 }
 
 // next waits for jobs and returns all waiting ones. The texts of the last pass request their next token
@@ -375,18 +407,19 @@ func (b *Batcher) next(expected int) (jobs []*batchJob, ok bool) {
 	}
 }
 
-// pass computes tokens of the given jobs, and returns the jobs that now have their logits.
-func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
+// pass computes tokens of the given jobs, and returns the jobs that now have their logits. If the device draws tokens
+// in the pass, pass returns while it is in flight.
+func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, f *flight, err error) {
 	if b.model != nil {
 		defer take(b.model)()
 	}
 	if err := b.prepare(); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 
 	chosen := b.choose(jobs)
 	if len(chosen) == 0 {
-		return nil, errors.New("the cache has no room for any text")
+		return nil, nil, errors.New("the cache has no room for any text")
 	}
 	spans := make([]kvcache.Span, len(chosen))
 	var finishing []*batchJob
@@ -406,16 +439,20 @@ func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
 		}
 	}
 	if err := b.spans.Set(spans...); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	b.selected.Set(adapters)
 
 	r, err := b.graph(rows, len(lastRows), positions)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	if err := b.let(r.Graph, chosen, lastRows); err != nil {
-		return nil, err
+		return nil, nil, err
+	}
+	if draws(r.Graph, finishing) {
+		f = &flight{runner: r, chosen: chosen, finishing: finishing, rows: lastRows}
+		return nil, f, b.launch(f, nil)
 	}
 	var logits any
 	if len(finishing) > 0 {
@@ -425,7 +462,7 @@ func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
 		_, err = r.Machine.Value(r.Rows)
 	}
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 
 	b.spans.Finish()
@@ -442,7 +479,7 @@ func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, err error) {
 		b.keep(j.text)
 	}
 
-	return finishing, nil
+	return finishing, nil, nil
 }
 
 // A batchShare is a job's share of a pass, given as the number of tokens to process after those
@@ -530,12 +567,17 @@ func (b *Batcher) locate(j *batchJob) {
 	length := len(j.tokens) - j.draft
 	if t := j.text; t != nil && t.seen == b.seen && !t.evicted {
 		common := min(commonPrefix(t.tokens, j.tokens), length-1)
-		if common < len(t.tokens) && common >= len(t.tokens)-b.options.Lookup {
+		switch ahead := len(t.tokens) - common; {
+		case ahead > 0 && ahead <= b.options.Lookup:
 			// Some proposed tokens were wrong.
 			t.tokens = t.tokens[:common]
 			t.sequence.Truncate(common)
+		case ahead > 0 && ahead <= mostAhead && b.pages != nil && t.sequence.Rewind(common):
+			// The device has drawn tokens that the text did not get.
+			t.tokens, t.drawn = t.tokens[:common], nil
 		}
 		if common == len(t.tokens) {
+			t.drawn = nil
 			return
 		}
 	}
@@ -631,8 +673,8 @@ const mostGraphs = 24
 // fewestPositions is the smallest number of positions of a graph for an inference.
 const fewestPositions = 1024
 
-// graph returns a graph with at least the given number of rows, of rows with logits, and of positions.
-func (b *Batcher) graph(rows, wanted, positions int) (Runner, error) {
+// passShape returns the shape of the graph for a pass.
+func (b *Batcher) passShape(rows, wanted, positions int) passShape {
 	shape := passShape{roundRows(rows), roundRows(max(1, wanted)), 0}
 	if b.options.Lookup > 0 { // which makes the number of rows with logits vary
 		shape.wanted = min(shape.rows, 1<<bits.Len(uint(max(1, wanted)-1)))
@@ -643,6 +685,12 @@ func (b *Batcher) graph(rows, wanted, positions int) (Runner, error) {
 		shape.wanted = min(shape.rows, roundRows(max(wanted, b.options.Texts)))
 		shape.positions = kvcache.Room(max(positions, fewestPositions), b.config.Seq)
 	}
+	return shape
+}
+
+// graph returns a graph with at least the given number of rows, of rows with logits, and of positions.
+func (b *Batcher) graph(rows, wanted, positions int) (Runner, error) {
+	shape := b.passShape(rows, wanted, positions)
 	if r, ok := b.graphs[shape]; ok {
 		return r, nil
 	}
@@ -653,7 +701,8 @@ func (b *Batcher) graph(rows, wanted, positions int) (Runner, error) {
 		}
 	}
 
-	opts := []GraphOption{withSpans(shape.rows, &b.spans), WithRows(shape.wanted),
+	draws := func(g *graphBuilder) { g.draws = b.draws() }
+	opts := []GraphOption{draws, withSpans(shape.rows, &b.spans), WithRows(shape.wanted),
 		withAdapters(b.adapters, &b.selected)}
 	if b.pages != nil {
 		opts = append(opts, WithWindow(shape.positions), func(g *graphBuilder) { g.blocks.Pages = b.pages })
@@ -703,7 +752,14 @@ func (b *Batcher) let(g *Graph, chosen []batchShare, wanted []int) error {
 	for _, c := range chosen {
 		ids = append(ids, c.next()...)
 	}
-	if err := gorgonia.Let(g.IDs, idTensor(ids[:rows])); err != nil {
+	return b.letRows(g, ids[:rows], wanted)
+}
+
+// letRows feeds ids to a graph, with the positions and pages of the current spans, and selects the rows for which to
+// compute logits.
+func (b *Batcher) letRows(g *Graph, ids, wanted []int) error {
+	rows := len(ids)
+	if err := gorgonia.Let(g.IDs, idTensor(ids)); err != nil {
 		return err
 	}
 

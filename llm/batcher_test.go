@@ -106,11 +106,11 @@ func TestBatcherPasses(t *testing.T) {
 
 	// The short text finishes first, because the long one needs two passes.
 	all := jobs(long, []int{7})
-	finished, err := b.pass(all)
+	finished, _, err := b.pass(all)
 	require.NoError(t, err)
 	require.Equal(t, all[1:], finished)
 	require.Len(t, all[0].text.tokens, 39)
-	finished, err = b.pass(all[:1])
+	finished, _, err = b.pass(all[:1])
 	require.NoError(t, err)
 	require.Equal(t, all[:1], finished)
 
@@ -122,7 +122,7 @@ func TestBatcherPasses(t *testing.T) {
 	require.Len(t, chosen, 3)
 	require.Equal(t, []int{1, 1, 3}, []int{chosen[0].rows, chosen[1].rows, chosen[2].rows})
 	require.Equal(t, long[49:], chosen[1].next())
-	finished, err = b.pass(again)
+	finished, _, err = b.pass(again)
 	require.NoError(t, err)
 	require.Len(t, finished, 3)
 	require.Equal(t, all[0].logits, again[2].logits)

@@ -137,11 +137,14 @@ func (r Runner) compute(ctx context.Context, n *gorgonia.Node) (any, error) {
 	return v.Data(), nil
 }
 
+// logitsReader is a machine that can return a value without a copy.
+type logitsReader interface {
+	Read(*gorgonia.Node) (any, error)
+}
+
 // logits computes a graph for logits. The next computation may overwrite the result.
 func (r Runner) logits(ctx context.Context) (any, error) {
-	m, ok := r.Machine.(interface {
-		Read(*gorgonia.Node) (any, error)
-	})
+	m, ok := r.Machine.(logitsReader)
 	if !ok {
 		return r.compute(ctx, r.Logits)
 	}

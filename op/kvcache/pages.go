@@ -94,6 +94,18 @@ func (s *Sequence) Release() {
 	s.pages, s.tokens = nil, 0
 }
 
+// Rewind forgets all tokens but the first n, so that others can follow them. It returns false and changes nothing if
+// other sequences share the pages of the tokens to forget.
+func (s *Sequence) Rewind(n int) bool {
+	for _, page := range s.pages[min(n/PageTokens, len(s.pages)):] {
+		if s.pool.uses[page] > 1 {
+			return false
+		}
+	}
+	s.Truncate(n)
+	return true
+}
+
 func pagesFor(tokens int) int { return (tokens + PageTokens - 1) / PageTokens }
 
 // sharedPages returns a new sequence that shares the pages filled by the first n tokens of s. Neither
