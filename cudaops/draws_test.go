@@ -2,6 +2,7 @@ package cudaops
 
 import (
 	"context"
+	"fmt"
 	"math"
 	"math/rand/v2"
 	"slices"
@@ -9,6 +10,7 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"gorgonia.org/tensor"
 
@@ -48,24 +50,43 @@ func inferences(t *testing.T, device *Device) (drawing, plain *llm.Inference, c 
 	return inference(true), inference(false), m.Config
 }
 
-// onHost returns n tokens that follow a prompt, drawn by the host.
-func onHost(t *testing.T, i interface {
+// decoder is a model whose tokens the host draws.
+type decoder interface {
 	Decoder() (func(context.Context, []int) (any, error), error)
-}, c sampler.Config, prompt []int, n int) []int {
+}
+
+// onHost returns n tokens that follow a prompt, drawn by the host.
+func onHost(t *testing.T, d decoder, c sampler.Config, prompt []int, n int) []int {
+	tokens, err := hostTokens(t.Context(), d, c, prompt, n)
+	require.NoError(t, err)
+	return tokens
+}
+
+func hostTokens(ctx context.Context, d decoder, c sampler.Config, prompt []int, n int) ([]int, error) {
 	s, err := sampler.New(c)
-	require.NoError(t, err)
+	if err != nil {
+		return nil, err
+	}
+
 	s.Observe(prompt...)
-	next, err := i.Decoder()
-	require.NoError(t, err)
+	next, err := d.Decoder()
+	if err != nil {
+		return nil, err
+	}
+
 	tokens := slices.Clone(prompt)
 	for range n {
-		logits, err := next(t.Context(), tokens)
-		require.NoError(t, err)
+		logits, err := next(ctx, tokens)
+		if err != nil {
+			return nil, err
+		}
 		id, err := sampler.Draw(s, logits.([]float32))
-		require.NoError(t, err)
+		if err != nil {
+			return nil, err
+		}
 		tokens = append(tokens, id)
 	}
-	return tokens[len(prompt):]
+	return tokens[len(prompt):], nil
 }
 
 // TestDraws checks that a device draws the tokens that the host draws, while being one step ahead. Texts are changed,
@@ -161,37 +182,7 @@ func TestDrawsInBatches(t *testing.T) {
 	var texts sync.WaitGroup
 	for i := range 6 {
 		texts.Go(func() {
-			r := rand.New(rand.NewPCG(uint64(i), 2))
-			draw, err := b.Drawer()
-			require.NoError(t, err)
-			tokens := []int{3, i, 4}
-			for range 12 {
-				switch r.IntN(4) {
-				case 0:
-					tokens = append(tokens[:max(1, len(tokens)-r.IntN(4))], r.IntN(19))
-				case 1:
-					tokens = tokens[:max(1, len(tokens)-r.IntN(9))]
-				case 2:
-					draw, err = b.Drawer()
-					require.NoError(t, err)
-				}
-				if len(tokens) > 35 {
-					tokens = tokens[:10]
-				}
-				c := samplings[r.IntN(len(samplings))]
-				s, err := sampler.New(c)
-				require.NoError(t, err)
-				s.Observe(tokens...)
-				n := 1 + r.IntN(20)
-				want := onHost(t, host, c, tokens, n)
-				for k := range n {
-					id, err := draw(t.Context(), tokens, s, k == n-1 && r.IntN(2) == 0)
-					require.NoError(t, err)
-					require.Equal(t, want[k], id, "token %d of text %d", k, i)
-					tokens = append(tokens, id)
-					all.Add(1)
-				}
-			}
+			assert.NoError(t, drawText(t, i, b, host, &all))
 		})
 	}
 	texts.Wait()
@@ -200,6 +191,55 @@ func TestDrawsInBatches(t *testing.T) {
 	require.NoError(t, b.Close())
 	require.NoError(t, host.Close())
 	requireNoLeaks(t, device)
+}
+
+// drawText continues and changes a text, and compares its tokens with those that the host draws.
+func drawText(t *testing.T, i int, b, host *llm.Batcher, all *atomic.Int64) error {
+	r := rand.New(rand.NewPCG(uint64(i), 2))
+	draw, err := b.Drawer()
+	if err != nil {
+		return err
+	}
+	tokens := []int{3, i, 4}
+	for range 12 {
+		switch r.IntN(4) {
+		case 0:
+			tokens = append(tokens[:max(1, len(tokens)-r.IntN(4))], r.IntN(19))
+		case 1:
+			tokens = tokens[:max(1, len(tokens)-r.IntN(9))]
+		case 2:
+			draw, err = b.Drawer()
+			if err != nil {
+				return err
+			}
+		}
+		if len(tokens) > 35 {
+			tokens = tokens[:10]
+		}
+		c := samplings[r.IntN(len(samplings))]
+		s, err := sampler.New(c)
+		if err != nil {
+			return err
+		}
+		s.Observe(tokens...)
+		n := 1 + r.IntN(20)
+		want, err := hostTokens(t.Context(), host, c, tokens, n)
+		if err != nil {
+			return err
+		}
+		for k := range n {
+			id, err := draw(t.Context(), tokens, s, k == n-1 && r.IntN(2) == 0)
+			if err != nil {
+				return err
+			}
+			if id != want[k] {
+				return fmt.Errorf("token %d of text %d is %d, want %d", k, i, id, want[k])
+			}
+			tokens = append(tokens, id)
+			all.Add(1)
+		}
+	}
+	return nil
 }
 
 // TestUndrawable checks that the error of a sampler is that of the host if no token can be drawn, and that the text can

@@ -19,6 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
 // decodings lists the shapes that the subcommand decode times.
@@ -80,7 +81,7 @@ type decodeResult struct {
 	Us          float64 `json:"us"`          // for each token
 	TokensPS    float64 `json:"tok_s"`       // if nothing waits for the tokens
 	GBps        float64 `json:"gbps"`        // of weights, keys and values
-	HostTokens  float64 `json:"tok_s_host"`  // if the host chooses every token from the logits
+	HostTokens  float64 `json:"tok_s_host"`  // as programs see them
 	Fingerprint string  `json:"fingerprint"` // the first tokens and logits
 }
 
@@ -173,14 +174,25 @@ func (d *decoding) load(ctx context.Context) (*llm.Inference, error) {
 	return i, nil
 }
 
-// A text is a text that the host continues greedily.
+// A text is a text that is continued greedily, by the host or on the device.
 type text struct {
 	next   func(ctx context.Context, tokens []int) (any, error)
+	draw   llm.DrawFunc // on the device; nil if the host draws
+	greedy *sampler.Sampler
 	tokens []int
 	drawn  []string // the first tokens and their logits
 }
 
-func (t *text) extend(ctx context.Context) error {
+func (t *text) extend(ctx context.Context, last bool) error {
+	if t.draw != nil {
+		id, err := t.draw(ctx, t.tokens, t.greedy, last)
+		if err == nil && len(t.drawn) < 8 {
+			t.drawn = append(t.drawn, fmt.Sprint(id))
+		}
+		t.tokens = append(t.tokens, id)
+		return err
+	}
+
 	logits, err := t.next(ctx, t.tokens)
 	if err != nil {
 		return err
@@ -204,8 +216,8 @@ func extendAll(ctx context.Context, texts []*text, n int) error {
 	var all sync.WaitGroup
 	for i, t := range texts {
 		all.Go(func() {
-			for range n {
-				if errs[i] = t.extend(ctx); errs[i] != nil {
+			for k := range n {
+				if errs[i] = t.extend(ctx, k == n-1); errs[i] != nil {
 					return
 				}
 			}
@@ -222,14 +234,14 @@ func (d *decoding) time(ctx context.Context) (r decodeResult, err error) {
 		return r, err
 	}
 
-	newText, closer := model.Decoder, model.Close
+	newText, newDraw, closer := model.Decoder, model.Drawer, model.Close
 	if d.texts > 1 {
 		b, err := gpu.NewBatcher(d.device, d.precision, d.config, model, llm.BatcherOptions{Texts: d.texts,
 			Rows: max(512, d.texts)})
 		if err != nil {
 			return r, errors.Join(err, model.Close())
 		}
-		newText, closer = b.Decoder, b.Close
+		newText, newDraw, closer = b.Decoder, b.Drawer, b.Close
 	}
 	defer func() { err = errors.Join(err, closer()) }()
 
@@ -239,7 +251,13 @@ func (d *decoding) time(ctx context.Context) (r decodeResult, err error) {
 		for j := range t.tokens {
 			t.tokens[j] = (j*7919 + 13 + i*i) % d.config.Vocab
 		}
+		if t.draw, err = newDraw(); err != nil {
+			return r, err
+		}
 		if t.next, err = newText(); err != nil {
+			return r, err
+		}
+		if t.greedy, err = sampler.New(sampler.Config{}); err != nil {
 			return r, err
 		}
 		texts = append(texts, t)
