@@ -95,7 +95,10 @@ const (
 )
 
 // None encodes that no token is drawn.
-func None(words []int64) { words[0] = kindNone }
+func None(words []int64) {
+	clear(words)
+	words[0] = kindNone
+}
 
 // Encode encodes a rule, of which entries are the first of its entries. A pending token of the rule is the one in
 // the given row of IDs; the rule may have at most one.
@@ -124,6 +127,10 @@ func EncodeEntry(words []int64, e sampling.Entry) {
 
 // Decode returns the rule that words encode, and whether there is one. ids are the numbers in IDs.
 func Decode(words, entries, ids []int64) (r sampling.Rule, ok bool) {
+	if words[0] == kindNone {
+		return r, false
+	}
+
 	low := func(w int64) float32 { return math.Float32frombits(uint32(w)) }
 	high := func(w int64) float32 { return math.Float32frombits(uint32(w >> 32)) }
 	r = sampling.Rule{Greedy: words[0] == kindGreedy, Uniform: uint64(words[1]), TopK: int(words[2]),
@@ -137,7 +144,7 @@ func Decode(words, entries, ids []int64) (r sampling.Rule, ok bool) {
 	if words[10] >= 0 {
 		r.Pending = []int{int(ids[words[10]])}
 	}
-	return r, words[0] != kindNone
+	return r, true
 }
 
 // pair returns a word with two halves, the lower one first.

@@ -113,7 +113,7 @@ func compareTokens(g *kerneltest.Rig, d drawn, dt gpu.DType) {
 			ids[row] = rule.Pending[0]
 		}
 		if row%11 == 10 {
-			None(words[row*RuleWords:])
+			None(words[row*RuleWords:][:RuleWords])
 			want = append(want, -1)
 			continue
 		}
