@@ -328,9 +328,9 @@ type Plan struct {
 }
 
 // Plan returns a plan for the next tokens, or nil if a device cannot draw them, because log-probabilities are
-// requested or too many tokens have penalties. The sampler's own state changes only when Accept is called.
+// requested, there is a constraint, or too many tokens have penalties. The sampler's own state changes only when Accept is called.
 func (s *Sampler) Plan() *Plan {
-	if s.config.LogProbs || len(s.entries) > mostEntries {
+	if s.config.LogProbs || s.constraint != nil || len(s.entries) > mostEntries {
 		return nil
 	}
 	p := &Plan{rule: s.next()}
