@@ -205,6 +205,7 @@ func BenchmarkDraw(b *testing.B) {
 	} {
 		b.Run(name, func(b *testing.B) {
 			var d sampling.Drawer[float32]
+			r := rand.New(rand.NewPCG(3, 4))
 			for range b.N {
 				rule.Uniform = r.Uint64()
 				if _, err := d.Draw(logits, &rule); err != nil {
