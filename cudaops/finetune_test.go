@@ -199,3 +199,71 @@ func TestPackedWeightsOnFake(t *testing.T) {
 	require.Less(t, held[cpuops.NF4], held[cpuops.Float8])
 	require.Less(t, held[cpuops.Float8], held[cpuops.BFloat16])
 }
+
+// TestMemoryPlanOnFake compares the memory that a machine plans with the memory that the driver has given it after
+// training steps, in different configurations. Both leave out the workspace.
+func TestMemoryPlanOnFake(t *testing.T) {
+	c := llm.Config{Vocab: 64, Dim: 32, Layers: 2, Heads: 2, KVHeads: 1, FF: 256, Seq: 48, Documents: true}.Default()
+	targets, err := c.MatchLayers(llm.AllLinear)
+	require.NoError(t, err)
+	last, err := c.LastBlocks(1)
+	require.NoError(t, err)
+	lora := llm.LoRA{Rank: 4, Alpha: 8, Targets: targets}
+	dora := lora
+	dora.Magnitude = true
+	for name, s := range map[string]struct {
+		tuning
+		accumulate int
+	}{
+		"all":               {tuning{}, 1},
+		"all, accumulated":  {tuning{}, 2},
+		"all, recomputed":   {tuning{recompute: true}, 1},
+		"LoRA":              {tuning{adapter: lora}, 1},
+		"LoRA, accumulated": {tuning{adapter: lora}, 2},
+		"DoRA":              {tuning{adapter: dora}, 1},
+		"LoRA, bfloat16":    {tuning{adapter: lora, base: cpuops.BFloat16}, 1},
+		"LoRA, float8":      {tuning{adapter: lora, base: cpuops.Float8}, 1},
+		"LoRA, NF4":         {tuning{adapter: lora, base: cpuops.NF4, recompute: true}, 2},
+		"last block, NF4":   {tuning{tuned: last, base: cpuops.NF4}, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m, err := llm.NewModel(c, tensor.Float32, 7)
+			require.NoError(t, err)
+			if s.base != cpuops.Float32 {
+				m, err = llm.LoadFrozen(t.Context(), s.base, c, paramReader{m}, s.tuned...)
+				require.NoError(t, err)
+			}
+			if !s.adapter.IsZero() {
+				m, err = llm.Adapt(m, s.adapter, 3)
+				require.NoError(t, err)
+			}
+
+			sequence := chatdata.Sequence{Line: 1}
+			for j := range 40 {
+				sequence.IDs, sequence.Learn = append(sequence.IDs, 3*j%64), append(sequence.Learn, j > 2)
+			}
+			l, err := chatdata.NewLoader([]chatdata.Sequence{sequence, sequence, sequence, sequence},
+				data.LoaderConfig{Batch: 2, Seq: c.Seq, Seed: 3})
+			require.NoError(t, err)
+			o, err := optim.NewAdamW(optim.WithLR(0.01))
+			require.NoError(t, err)
+
+			device := cudaops.OpenFake(t)
+			before, _, err := device.Memory()
+			require.NoError(t, err)
+			tr, err := llm.NewTrainer(m, l, o, llm.TrainConfig{Steps: 2, Batch: 2, Accumulate: s.accumulate,
+				Schedule: optim.Constant(0.01), Clip: 1, Engine: engine.Engine(device, cudaops.Float32), Tuned: s.tuned,
+				Recompute: s.recompute})
+			require.NoError(t, err)
+			defer func() { require.NoError(t, tr.Close()) }()
+
+			plan, ok := tr.MemoryPlan()
+			require.True(t, ok)
+			require.NoError(t, tr.Run(t.Context()))
+			after, _, err := device.Memory()
+			require.NoError(t, err)
+			planned, counted := plan.Total()-plan.Workspace, int(before-after)-plan.Workspace
+			require.InEpsilon(t, counted, planned, 0.05, "%+v, and the driver counts %d", plan, counted)
+		})
+	}
+}

@@ -351,6 +351,35 @@ func (m *Machine) Memory() int {
 	return m.runner.Memory.Held() + m.optimizer.Held()
 }
 
+// MemoryPlan is the device memory that a machine needs, in bytes.
+type MemoryPlan struct {
+	Weights   int // parameters, their copies in other types, and constants
+	Gradients int // sums of gradients over several runs
+	Moments   int // state of the optimizer that the machine has or will have (see WithOptimizer)
+	Run       int // values, gradients and scratch memory of a run, which share memory
+	Workspace int // of matrix products
+}
+
+// Total returns the sum.
+func (p MemoryPlan) Total() int { return p.Weights + p.Gradients + p.Moments + p.Run + p.Workspace }
+
+// MemoryPlan returns the memory that the machine needs for training, before any run. With several ranks, it
+// does not include the buffers that they exchange.
+func (m *Machine) MemoryPlan() MemoryPlan {
+	if usable(m) != nil {
+		return MemoryPlan{}
+	}
+
+	p := m.runner.Program
+	plan := MemoryPlan{Run: p.Arena, Workspace: run.WorkspaceBytes}
+	for _, sum := range p.Sums {
+		plan.Gradients += sum.Extent()
+	}
+	plan.Weights = p.Resident() - plan.Gradients
+	plan.Moments, _ = memoryToCome(m, p)
+	return plan
+}
+
 // RunAll is Run without cancellation. It makes Machine a gorgonia.VM.
 func (m *Machine) RunAll() error { return m.Run(context.Background()) }
 

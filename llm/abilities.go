@@ -113,6 +113,35 @@ type Chooser interface {
 	Choices() []Choice
 }
 
+// MemoryPlanner is an engine that knows before the first step how much memory a run needs.
+type MemoryPlanner interface {
+	Engine
+	MemoryPlan() MemoryPlan
+}
+
+// MemoryPlan is the memory that training needs, in bytes.
+type MemoryPlan struct {
+	Weights   int // parameters, in all types in which they are held
+	Gradients int // sums of gradients over the batches of a step
+	Moments   int // state of the optimizer
+	Run       int // activations, gradients and scratch memory of a batch, which share memory
+	Workspace int // of matrix products on a device
+}
+
+// Total returns the sum.
+func (p MemoryPlan) Total() int { return p.Weights + p.Gradients + p.Moments + p.Run + p.Workspace }
+
+// MemoryPlan returns the memory that the run needs. ok is false if the engine is not a [MemoryPlanner].
+func (t *Trainer) MemoryPlan() (p MemoryPlan, ok bool) {
+	err := t.inTurn(func() error {
+		if e, is := t.driver.engine.(MemoryPlanner); is {
+			p, ok = e.MemoryPlan(), true
+		}
+		return nil
+	})
+	return p, ok && err == nil
+}
+
 // Choice is the implementation chosen for an op and shape.
 type Choice = optime.Choice
 

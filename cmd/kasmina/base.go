@@ -83,6 +83,18 @@ func (o *finetuneOptions) whole(c *cobra.Command, m *llm.Model, f *hf.Folder, to
 	return whole, printShift(c.Context(), c.ErrOrStderr(), m, whole, tokens)
 }
 
+// printPlan prints the memory that the run needs, if the engine knows it.
+func printPlan(w io.Writer, t *llm.Trainer) {
+	p, ok := t.MemoryPlan()
+	if !ok {
+		return
+	}
+	size := func(bytes int) string { return sizeText(int64(bytes)) }
+	fmt.Fprintf(w, "memory    %s on the GPU: %s of weights, %s of summed gradients, %s of optimizer state, %s for a batch "+
+		"and %s of workspace\n", size(p.Total()), size(p.Weights), size(p.Gradients), size(p.Moments), size(p.Run),
+		size(p.Workspace))
+}
+
 // mostShift is the number of tokens for which printShift computes logits.
 const mostShift = 64
 

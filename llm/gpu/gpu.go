@@ -66,8 +66,10 @@ var (
 	_ llm.Profiler = (*engine)(nil)
 	_ llm.Chooser  = (*engine)(nil)
 	_ llm.Measurer = (*engine)(nil)
-	_ llm.Tracer   = (*engine)(nil)
-	_ llm.Scaler   = scaler{}
+
+	_ llm.MemoryPlanner = (*engine)(nil)
+	_ llm.Tracer        = (*engine)(nil)
+	_ llm.Scaler        = scaler{}
 )
 
 // scaler is an engine for float16. It implements llm.Scaler.
@@ -257,6 +259,9 @@ func (e *engine) OpTimes() ([]llm.OpTime, error) { return e.machine.Monitor() }
 
 // Choices implements [llm.Chooser].
 func (e *engine) Choices() []llm.Choice { return e.machine.Choices() }
+
+// MemoryPlan implements [llm.MemoryPlanner].
+func (e *engine) MemoryPlan() llm.MemoryPlan { return llm.MemoryPlan(e.machine.MemoryPlan()) }
 
 // Ceiling implements [llm.Measurer].
 func (e *engine) Ceiling() (llm.Ceiling, error) { return e.machine.Ceiling() }
