@@ -152,7 +152,7 @@ func newDeviceBatcher(i *Inference, o BatcherOptions) (*Batcher, error) {
 	case len(o.Adapters) > 0:
 		err = errors.New("adapters of single texts need a model on the CPU")
 	case o.Lookup != 0:
-		err = errors.New("Lookup needs a model on the CPU")
+		err = errors.New("the option Lookup needs a model on the CPU")
 	}
 	if err != nil {
 		return nil, fmt.Errorf("llm: NewBatcher: %w", err)

@@ -48,8 +48,8 @@ const (
 
 type options struct {
 	data, out, method string
-	time              time.Duration // for the base model
-	steps, rank       int           // of tuning
+	budget            llm.Budget // of training the base model
+	steps, rank       int        // of tuning
 	seed              uint64
 }
 
@@ -57,7 +57,7 @@ func main() {
 	var o options
 	flag.StringVar(&o.data, "data", "", "text `file` or folder for the base model (default: the sources of Go)")
 	flag.StringVar(&o.out, "out", filepath.Join("runs", "finetune"), "`folder` for the adapters")
-	flag.DurationVar(&o.time, "time", 45*time.Second, "time to train the base model")
+	flag.DurationVar(&o.budget.Time, "time", 45*time.Second, "time to train the base model")
 	flag.IntVar(&o.steps, "steps", 120, "steps of tuning")
 	flag.IntVar(&o.rank, "rank", 8, "rank of the adapters")
 	flag.StringVar(&o.method, "method", "lora", "lora, rslora or dora")
@@ -153,7 +153,7 @@ func trainBase(ctx context.Context, o options, corpus *data.Corpus) (m *llm.Mode
 	}
 
 	t, err := llm.NewTrainer(m, loader, optimizer, llm.TrainConfig{Batch: batch, Schedule: schedule,
-		Annealing: annealing, Budget: llm.Budget{Time: o.time}, Clip: 1})
+		Annealing: annealing, Budget: o.budget, Clip: 1})
 	if err != nil {
 		return nil, nil, err
 	}

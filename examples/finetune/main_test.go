@@ -7,7 +7,6 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -25,7 +24,8 @@ func TestRun(t *testing.T) {
 	require.NoError(t, os.WriteFile(text, bytes.Repeat([]byte("Is buf exported? The quick brown fox. "), 2000), 0o666))
 	for _, method := range []string{"lora", "dora"} {
 		var stdout bytes.Buffer
-		o := options{data: text, out: out, method: method, time: time.Second, steps: 40, rank: 4, seed: 1}
+		o := options{data: text, out: out, method: method, budget: llm.Budget{Tokens: 100_000}, steps: 40,
+			rank: 4, seed: 1}
 		require.NoError(t, run(t.Context(), o, &stdout))
 		lines := strings.Split(strings.TrimSpace(stdout.String()), "\n")
 		require.Contains(t, stdout.String(), "right answers")
