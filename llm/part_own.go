@@ -113,10 +113,6 @@ func (p loaderPart) knowsText(run *training) error {
 	switch here := p.t.Loader.State().Data; {
 	case run.Loader.Data == here:
 		return nil
-	case len(run.Loader.Data) == oldFingerprint && run.Settings.Growth == nil:
-		return fmt.Errorf("%w: this older checkpoint identifies its text by the names and sizes of "+
-			"files (fingerprint %q), not by its contents: if yours is the same, continue with it, "+
-			"from its start, with the option WithNewData", data.ErrChanged, run.Loader.Data)
 	default:
 		return fmt.Errorf("%w: the run was trained on other text than the trainer's loader has "+
 			"(fingerprint %.12q, not %.12q): use the same text, or continue with this one with "+

@@ -123,14 +123,6 @@ func (t *Trainer) readRun(f *modelfile.File, r *resumption) (*resumedRun, error)
 		return nil, f.Errorf("it holds a model alone, without the state of a run: LoadModel loads it")
 	}
 
-	for _, prefix := range []string{modelfile.BeforePrefix, modelfile.TwinPrefix} {
-		for name := range f.With(prefix) {
-			return nil, f.Errorf("it was written by an older version, which saved growth that has "+
-				"not been decided in another format (tensor %.100q): continue the run with that version "+
-				"until its blueprints are fossilized or culled", name)
-		}
-	}
-
 	// values stored as null in the file
 	run := &training{Loss: unknown, GradNorm: unknown, ValLoss: unknown, ValBPB: unknown}
 	limit := modelfile.MaxRun + l.Tensors()*modelfile.MaxRule
@@ -322,9 +314,6 @@ func withRemedy(differences []string) string {
 	return strings.Join(differences, "; ") +
 		": set up the trainer as that run was, or Resume with the option WithNewSettings"
 }
-
-// oldFingerprint is the length of fingerprints from when they covered only the names and sizes of files.
-const oldFingerprint = 16
 
 // A ResumeOption configures what Resume accepts.
 type ResumeOption func(*resumption)

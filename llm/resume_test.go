@@ -2,7 +2,6 @@ package llm
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"maps"
 	"os"
@@ -13,10 +12,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/internal/modelfile"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
@@ -492,32 +489,6 @@ func TestGrowthIsNotForgotten(t *testing.T) {
 	require.ErrorContains(t, err, "Growth.Every is 3 here and 2 there")
 	require.ErrorContains(t, err, "WithNewSettings")
 	require.NoError(t, build(grown).Resume(t.Context(), again))
-}
-
-// TestOldFingerprint checks that an older checkpoint, with a fingerprint of file names and sizes
-// only, is rejected with an error that explains how to resume it.
-func TestOldFingerprint(t *testing.T) {
-	t.Setenv("XDG_CACHE_HOME", t.TempDir())
-	text := strings.Repeat("all of one text. ", 60)
-	path := savedOn(t, text)
-	tensors, metadata, err := safetensors.Load(path)
-	require.NoError(t, err)
-	var run map[string]any
-	require.NoError(t, json.Unmarshal([]byte(metadata[modelfile.TrainingKey]), &run))
-	run["loader"].(map[string]any)["data"] = "0123456789abcdef"
-	delete(run["settings"].(map[string]any), "growth")
-	old, err := json.Marshal(run)
-	require.NoError(t, err)
-	metadata[modelfile.TrainingKey] = string(old)
-	require.NoError(t, safetensors.Save(path, tensors, metadata))
-
-	err = onText(t, "text", text).Resume(t.Context(), path)
-	require.ErrorIs(t, err, data.ErrChanged)
-	require.ErrorContains(t, err, "names and sizes")
-	tr := onText(t, "text", text)
-	require.NoError(t,
-		tr.Resume(t.Context(), path, WithNewData(Keep{Optimizer: true, Steps: true})))
-	require.Equal(t, 4, tr.Step())
 }
 
 type otherController struct{}

@@ -32,10 +32,6 @@ const (
 	LatticePrefix   = "lattice."
 	PartPrefix      = "part." // followed by a part's name and the name of its tensor
 
-	// Prefixes used by older versions for the state of growth, which this version cannot read.
-	BeforePrefix = "before."
-	TwinPrefix   = "twin."
-
 	ConfigKey   = "kasmina.config"
 	TrainingKey = "kasmina.training"
 	PlantedKey  = "kasmina.planted"
@@ -195,8 +191,7 @@ func (f *File) fitsRest(s Shape, params int, bytes int64) error {
 
 // isRunState reports whether a tensor belongs to the run's state rather than to the model.
 func isRunState(name string) bool {
-	return slices.ContainsFunc([]string{OptimizerPrefix, PartPrefix, BeforePrefix, TwinPrefix},
-		func(prefix string) bool { return strings.HasPrefix(name, prefix) })
+	return strings.HasPrefix(name, OptimizerPrefix) || strings.HasPrefix(name, PartPrefix)
 }
 
 // firstUnknown returns the name of the first tensor that does not belong to the model, a lattice or the run's
