@@ -1,6 +1,7 @@
 package gpu_test
 
 import (
+	"context"
 	"fmt"
 	"path/filepath"
 	"testing"
@@ -8,7 +9,9 @@ import (
 	"github.com/stretchr/testify/require"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/chatdata"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -25,10 +28,19 @@ const (
 // sequences share a row, and only a part of their tokens is learned.
 func newTuner(t *testing.T, device *cudaops.Device, p cudaops.Precision, a llm.LoRA, accumulate int,
 	opts ...cudaops.MachineOption) *llm.Trainer {
+	return newTunerOn(t, cpuops.Float32, device, p, a, accumulate, opts...)
+}
+
+// newTunerOn is newTuner for frozen weights of the given type.
+func newTunerOn(t *testing.T, typ cpuops.WeightType, device *cudaops.Device, p cudaops.Precision, a llm.LoRA,
+	accumulate int, opts ...cudaops.MachineOption) *llm.Trainer {
 	t.Helper()
 	c := llm.Config{Vocab: 256, Dim: 128, Layers: 2, Heads: 2, KVHeads: 1, FF: 256, Seq: 128,
 		Documents: true}.Default()
 	base := must[*llm.Model](t)(llm.NewModel(c, tensor.Float32, 7))
+	if typ != cpuops.Float32 {
+		base = must[*llm.Model](t)(llm.LoadFrozen(t.Context(), typ, c, paramReader{base}))
+	}
 	a.Targets = must[[]string](t)(c.MatchLayers(llm.AllLinear))
 	m := must[*llm.Model](t)(llm.Adapt(base, a, 3))
 
@@ -54,6 +66,41 @@ func newTuner(t *testing.T, device *cudaops.Device, p cudaops.Precision, a llm.L
 	tr := must[*llm.Trainer](t)(llm.NewTrainer(m, l, o, config))
 	t.Cleanup(func() { require.NoError(t, tr.Close()) })
 	return tr
+}
+
+// paramReader reads the parameters of a model.
+type paramReader struct{ *llm.Model }
+
+func (r paramReader) Read(_ context.Context, name string, put func([]byte, string) error) error {
+	return put(safetensors.Memory(r.Param(name).Data()), "float32")
+}
+
+// TestTuningOnFrozenWeights checks that a GPU has the losses of the CPU when it tunes adapters next to frozen
+// weights of each type.
+func TestTuningOnFrozenWeights(t *testing.T) {
+	device := open(t)
+	for _, typ := range []cpuops.WeightType{cpuops.BFloat16, cpuops.Float8, cpuops.NF4} {
+		for name, a := range map[string]llm.LoRA{"LoRA": {Rank: 16, Alpha: 32},
+			"DoRA": {Rank: 16, Alpha: 16, Magnitude: true}} {
+			t.Run(fmt.Sprint(typ, " ", name), func(t *testing.T) {
+				want := tunedLosses(t, newTunerOn(t, typ, nil, 0, a, 1), "")
+				got := tunedLosses(t, newTunerOn(t, typ, device, cudaops.Float32, a, 1), "")
+				require.InDeltaSlice(t, want, got, 1e-4, "float32")
+				for _, p := range []cudaops.Precision{cudaops.BFloat16, cudaops.Float8} {
+					if p == cudaops.Float8 && !multipliesFloat8(device) {
+						continue
+					}
+					tr := newTunerOn(t, typ, device, p, a, 1)
+					plan, ok := tr.MemoryPlan()
+					require.True(t, ok)
+					got := tunedLosses(t, tr, "")
+					t.Logf("%v: %v to %v, CPU %v to %v, %d bytes of weights", p, got[0], got[tuningSteps-1], want[0],
+						want[tuningSteps-1], plan.Weights)
+					require.InDeltaSlice(t, want, got, map[bool]float64{false: 3e-2, true: 0.1}[p == cudaops.Float8], "%v", p)
+				}
+			})
+		}
+	}
 }
 
 // tunedLosses runs a trainer and returns the losses of its steps.

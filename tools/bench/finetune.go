@@ -13,6 +13,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/internal/half"
 	"github.com/kasmina-go/kasmina/llm"
@@ -49,6 +50,9 @@ func (o options) tunings(device *cudaops.Device) error {
 		}
 		if o.batch > 0 {
 			s.batch = o.batch
+		}
+		if o.seq > 0 {
+			s.config.Seq = o.seq
 		}
 		if err := s.tune(device, o); err != nil {
 			return fmt.Errorf("%s: %w", s.name, err)
@@ -118,14 +122,23 @@ func (s size) beginTuning(device *cudaops.Device, o options) (*training, error) 
 		learned += len(x)
 	}
 
-	g, err := llm.BuildGraph(m, llm.ForTraining, s.batch)
+	var graphOptions []llm.GraphOption
+	if o.recompute {
+		graphOptions = append(graphOptions, llm.WithRecompute())
+	}
+	g, err := llm.BuildGraph(m, llm.ForTraining, s.batch, graphOptions...)
 	if err != nil {
 		return nil, err
 	}
 
+	base, err := o.packed(g.Frozen())
+	if err != nil {
+		return nil, err
+	}
+	frozen := slices.DeleteFunc(g.Frozen(), func(n *gorgonia.Node) bool { return base.Has(n.Name()) })
 	opts := []cudaops.MachineOption{cudaops.WithParams(g.Learning...), cudaops.WithOutputs(g.Loss),
-		cudaops.WithFrozen(randomWeights(), g.Frozen()...), cudaops.WithPrecision(o.precision),
-		cudaops.WithTuning(o.tune), cudaops.WithStrict()}
+		cudaops.WithFrozen(randomWeights(), frozen...), cudaops.WithWeights(base),
+		cudaops.WithPrecision(o.precision), cudaops.WithTuning(o.tune), cudaops.WithStrict()}
 	machine, err := cudaops.NewMachine(device, g.G, opts...)
 	if err != nil {
 		return nil, err
@@ -139,8 +152,49 @@ func (s size) beginTuning(device *cudaops.Device, o options) (*training, error) 
 		return nil, errors.Join(err, machine.Close())
 	}
 
-	return &training{size: s, name: "finetune_" + s.name + "_lora16", params: learned, machine: machine,
+	plan := machine.MemoryPlan()
+	fmt.Fprintf(os.Stderr, "%s: planned %.2f GiB: %+v\n", s.name, float64(plan.Total())/(1<<30), plan)
+
+	name := "finetune_" + s.name + "_lora16"
+	if o.base != cpuops.BFloat16 {
+		name += "_" + o.base.String()
+	}
+	return &training{size: s, name: name, params: learned, machine: machine,
 		loss: g.Loss, next: s.batches(g)}, nil
+}
+
+// packed returns random weights of the linear layers in float8 or NF4, or nil if they are in bfloat16.
+func (o options) packed(frozen gorgonia.Nodes) (*cpuops.Weights, error) {
+	if o.base == cpuops.BFloat16 {
+		return nil, nil
+	}
+
+	const numbers = 1<<20 + 7
+	drawn, r := make([]float32, numbers), rand.New(rand.NewPCG(3, 4))
+	for i := range drawn {
+		drawn[i] = float32(0.02 * r.NormFloat64())
+	}
+
+	base := new(cpuops.Weights)
+	for _, n := range frozen {
+		if !strings.Contains(n.Name(), "_proj.weight") {
+			continue
+		}
+		err := base.Add(o.base, n.Name(), n.Shape()[0], n.Shape()[1], func(put func([]float32) error) error {
+			for left := n.Shape().TotalSize(); left > 0; {
+				part := drawn[:min(left, numbers)]
+				if err := put(part); err != nil {
+					return err
+				}
+				left -= len(part)
+			}
+			return nil
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	return base, nil
 }
 
 // randomWeights returns a function for [cudaops.WithFrozen]. Norms are 1, and other weights are normal

@@ -46,6 +46,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/cudaops/cudabench"
 	"github.com/kasmina-go/kasmina/tools/bench/forgetting"
@@ -85,6 +86,9 @@ type options struct {
 	muon      bool
 	profile   string
 	batch     int
+	seq       int               // of the group finetune; 0 for the default
+	base      cpuops.WeightType // of the frozen weights of the group finetune
+	recompute bool              // recompute blocks in the group finetune
 	clip      float64
 	tune      cudaops.Tuning
 	monitor   int
@@ -138,6 +142,10 @@ func main() {
 	flag.IntVar(&o.monitor, "monitor", 0,
 		"time the ops of one in this many training steps, and print a table to standard error; 0 times nothing")
 	flag.IntVar(&o.batch, "batch", 0, "sequences in a batch (default: depends on the model)")
+	flag.IntVar(&o.seq, "seq", 0, "tokens in a sequence of the group finetune (default: 4096)")
+	flag.BoolVar(&o.recompute, "recompute", false, "recompute blocks in the backward pass, in the group finetune")
+	base := flag.String("base", cpuops.BFloat16.String(),
+		"type of the frozen weights in the group finetune: bf16, f8 or nf4")
 	against := flag.String("against", "",
 		"compare with the output of an earlier run on this machine in this `FILE`, and fail if\nsomething became slower by more than 3 %; "+
 			"the fastest of several measurements counts")
@@ -150,8 +158,10 @@ func main() {
 		o.groups = strings.Split(*groups, ",")
 	}
 
-	var err error
+	err := o.base.UnmarshalText([]byte(*base))
 	switch {
+	case err != nil || o.base != cpuops.BFloat16 && o.base != cpuops.Float8 && o.base != cpuops.NF4:
+		err = fmt.Errorf("-base is %q, want bf16, f8 or nf4", *base)
 	case *table:
 		err = printTable(os.Stdout, flag.Args())
 	case flag.NArg() > 0:
