@@ -47,7 +47,8 @@ func Choice(parts ...*Grammar) *Grammar {
 	return &Grammar{func() *node { return newChoice(build(parts)...) }}
 }
 
-// Repeat returns the grammar of least to most texts, one after the other. A negative most stands for no limit.
+// Repeat returns the grammar of at least least and at most most texts, one after the other. If most is
+// negative, there is no upper limit.
 func Repeat(part *Grammar, least, most int) *Grammar {
 	return &Grammar{func() *node { return newRepetition(part.build(), least, most) }}
 }

@@ -314,7 +314,8 @@ func TestConstraint(t *testing.T) {
 	require.ErrorIs(t, err, ErrNothing)
 }
 
-// TestMemory checks that a matcher gives up what it has computed, and that texts continue correctly.
+// TestMemory checks that a matcher frees cached states when there are too many, and that texts still
+// continue correctly.
 func TestMemory(t *testing.T) {
 	g, err := Schema([]byte(`{"type":"string","minLength":3000,"maxLength":9000}`))
 	require.NoError(t, err)
@@ -436,4 +437,20 @@ func TestParse(t *testing.T) {
 		_, err := Parse(source)
 		require.ErrorContains(t, err, want, source)
 	}
+}
+
+// FuzzParse compiles arbitrary grammars in GBNF, and generates a text of each.
+func FuzzParse(f *testing.F) {
+	for _, s := range []string{`root ::= "a"{5}`, "root ::= a | b*\na ::= [^x-z]\nb ::= (\"c\" d)? .\nd ::= a+", "root ::= root \"a\""} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, source string) {
+		g, err := Parse(source)
+		if err != nil {
+			return
+		}
+		m, err := vocabulary.Matcher(g)
+		require.NoError(t, err)
+		draw(t, m, rand.New(rand.NewPCG(1, 1)), 30)
+	})
 }

@@ -10,7 +10,8 @@ import (
 type content interface {
 	start() int
 	next(state int, r rune) int
-	// any reports whether next succeeds for any character from low to high that is no surrogate.
+	// any reports whether next succeeds for at least one character from low to high. Surrogates do not
+	// count.
 	any(state int, low, high rune) bool
 	accepts(state int) bool
 }
@@ -113,8 +114,8 @@ func (t *textLexer) next(state int, b byte) int {
 // A runeRange is a range of characters, which may include surrogates although they are no characters.
 type runeRange struct{ low, high rune }
 
-// encoded returns the characters whose encodings in UTF-8 start with the given bytes, and whether the bytes
-// are a whole encoding.
+// encoded returns the characters with encodings in UTF-8 that start with the given bytes, and whether the
+// bytes are a whole encoding.
 func encoded(part string) (ranges []runeRange, whole bool) {
 	r, n := utf8.DecodeRuneInString(part)
 	switch {
@@ -206,8 +207,8 @@ func hexRange(digits string) (low, high rune, ok bool) {
 	return low, high, true
 }
 
-// A length accepts texts with least to most characters. A negative most stands for no limit. The state is
-// the number of characters, up to the largest number that matters.
+// A length accepts texts with least to most characters. If most is negative, there is no upper limit. The
+// state is the number of characters, up to the largest number that matters.
 type length struct{ least, most int }
 
 func (l length) start() int {
@@ -245,8 +246,8 @@ func (l length) any(state int, low, high rune) bool {
 
 func (l length) accepts(state int) bool { return state >= l.least }
 
-// others accepts all texts except those in a list. Its state is the index of the text so far among the
-// starts of the listed texts, or len(starts) for all other texts.
+// An others accepts all texts except the listed ones. Its state is the index of the text so far among the
+// prefixes of the listed texts, or len(starts) if it is not one of them.
 type others struct {
 	starts []string
 	listed map[string]bool

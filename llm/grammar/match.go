@@ -6,8 +6,8 @@ import (
 	"slices"
 )
 
-// An automaton recognizes the texts of a grammar, byte by byte. It is a nondeterministic pushdown automaton
-// whose states are computed when they are first reached. It is not safe for concurrent use.
+// An automaton recognizes the texts of a grammar, byte by byte. It is a nondeterministic pushdown
+// automaton that computes each state when it is first reached. It is not safe for concurrent use.
 type automaton struct {
 	frames map[frameKey]*frame
 	states map[string]*state
@@ -32,7 +32,7 @@ type frameKey struct {
 	up   *frame // nil for the root
 }
 
-// A state is a set of frames of lexemes. A byte is possible if it is possible for one of them.
+// A state is a set of frames of lexemes. A byte can follow if it can follow in at least one frame.
 type state struct {
 	frames []*frame
 	ends   bool         // whether the text can end here
@@ -75,7 +75,7 @@ func (a *automaton) step(s *state, b byte) *state {
 // finished reports whether the text can only end.
 func (a *automaton) finished(s *state) bool { return s.ends && len(s.frames) == 0 }
 
-// forget frees what has been computed. States that are still in use remain valid.
+// forget frees all cached states and frames. States that are still in use remain valid.
 func (a *automaton) forget() {
 	for _, s := range a.states {
 		s.next, s.mask = nil, nil
@@ -133,7 +133,7 @@ type closure struct {
 	seen   map[frameKey]bool // entered with at -1, or left
 }
 
-// lex adds a lexeme whose lexer has reached a state.
+// lex adds a lexeme with its lexer in the given state.
 func (c *closure) lex(n *node, at int, up *frame) {
 	if n.lexer.accepts(at) {
 		c.leave(up)
@@ -193,7 +193,7 @@ func (c *closure) advance(n *node, i int, up *frame) {
 	}
 }
 
-// repeat continues a repetition whose part has matched a number of times.
+// repeat continues a repetition after its part has matched the given number of times.
 func (c *closure) repeat(n *node, times int, up *frame) {
 	if times >= n.min {
 		c.leave(up)

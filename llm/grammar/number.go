@@ -23,8 +23,8 @@ type numberLexer struct {
 	ids       map[string]int
 }
 
-// newNumber returns a lexer for multiples of 10^-scale. A nil bound is none. An exclusive bound is not
-// accepted itself.
+// newNumber returns a lexer for the multiples of 10^-scale between two bounds, either of which can be
+// nil. An exclusive bound is not accepted itself.
 func newNumber(scale int, low, high *big.Rat, exclusiveLow, exclusiveHigh bool) *numberLexer {
 	n := &numberLexer{scale: scale, digits: integerDigits, ids: map[string]int{}}
 	unit := new(big.Rat).SetInt(power(scale))
@@ -125,8 +125,8 @@ func (n *numberLexer) next(state int, b byte) int {
 // free is the start of a shape.
 const free = "*"
 
-// shape returns a text for all numbers of the same form. It stands for numbers that are within the bounds
-// whatever follows, so that there are only a few states.
+// shape returns the form of a number, with the same text for all numbers of that form. It replaces a
+// number once every continuation is within the bounds, so that there are only a few states.
 func shape(text string) string {
 	digits := strings.Map(func(r rune) rune {
 		if r >= '0' && r <= '9' {

@@ -11,11 +11,11 @@ import (
 	"unicode"
 )
 
-// A pattern accepts the texts that a regular expression matches and that have least to most characters. A
-// negative most stands for no limit.
+// A pattern accepts texts of least to most characters that match a regular expression. If most is
+// negative, there is no upper limit.
 //
-// Its states are sets of the places in the compiled expression where a character is next. The sets contain
-// only places from which the end can be reached.
+// A state is the set of all places in the compiled expression that can match the next character and still
+// reach the end.
 type pattern struct {
 	length length
 	prog   *syntax.Prog
@@ -31,8 +31,8 @@ type patternState struct {
 	count  int  // number of characters, as in length
 }
 
-// lengths is a set of numbers of characters, as bits. If texts have no largest length, a number n stands for n
-// or more characters.
+// lengths is a set of numbers of characters, as bits. If texts have no largest length, the number n means
+// n or more characters.
 type lengths []uint64
 
 func (l lengths) has(n int) bool { return l[n/64]>>(n%64)&1 != 0 }
@@ -191,7 +191,7 @@ func (p *pattern) findLengths() bool {
 		}
 	}
 
-	// extend adds a length to the places before those that have the length before it.
+	// extend adds a length to every place from which one more character leads to the length before.
 	extend := func(length, before int) (changed bool) {
 		for pc, places := range following {
 			if p.live[pc].has(length) {
@@ -282,7 +282,7 @@ func (p *pattern) next(state int, r rune) int {
 	return p.state(places, ends, count)
 }
 
-// any tries the characters at which some place changes its mind.
+// any tries the characters where the classes of the places begin and end.
 func (p *pattern) any(state int, low, high rune) bool {
 	s := p.states[state]
 	try := func(r rune) bool {

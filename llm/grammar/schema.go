@@ -805,7 +805,7 @@ type property struct {
 	required bool
 }
 
-// properties returns the properties of an object in the order in which they are written.
+// properties returns the properties of an object in their written order.
 func properties(o *object, where string) (all []property, err error) {
 	required := map[string]bool{}
 	var order []string
@@ -845,8 +845,8 @@ func properties(o *object, where string) (all []property, err error) {
 	return all, nil
 }
 
-// object returns the node for objects. Their properties have the order of the schema, and others follow.
-// Unless the schema has additionalProperties, there are no others if it has any properties.
+// object returns the node for objects. The properties have the order of the schema, followed by
+// additional ones if the schema has additionalProperties, or if it names no properties at all.
 func (c *compiler) object(o *object, where string) (*node, error) {
 	all, err := properties(o, where)
 	if err != nil {
@@ -870,8 +870,8 @@ func (c *compiler) object(o *object, where string) (*node, error) {
 		further = newSequence(newText(newOthers(names), true), mark(":"), c.space(), value)
 	}
 
-	// The properties are built from the last to the first: once for the case that there is a property
-	// before them, and once for the case that there is none.
+	// The properties are built from the last to the first, in two variants: as the first property of the
+	// object, and after another property.
 	first, later := newSequence(), newSequence()
 	if further != nil {
 		first, later = c.repeated(further, 0, -1), newRepetition(c.comma(further), 0, -1)

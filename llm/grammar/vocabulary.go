@@ -112,7 +112,8 @@ func (m *Matcher) reset() bool {
 	return true
 }
 
-// Limits for what a matcher keeps. A text of 1,000 characters with a limited length takes 1,000 states.
+// Limits for the caches of a matcher. A text of 1,000 characters with a limited length takes 1,000
+// states.
 const (
 	mostFrames = 1 << 17
 	mostStates = 1 << 13
@@ -221,7 +222,7 @@ func (m *Matcher) walk(a *automaton, from *state, exit int32, mask []uint64) {
 // A localMask describes the tokens that can follow within a lexeme.
 type localMask struct {
 	mask []uint64
-	// exits are the branches at which the lexeme can end before the tokens do.
+	// exits are the branches where the lexeme can end before the tokens do.
 	exits []int32
 }
 

@@ -22,7 +22,7 @@ type namedMatcher struct {
 	*grammar.Matcher
 }
 
-// mostMatchers is the number of grammars whose matchers a model keeps.
+// mostMatchers is the number of matchers that a model keeps, one for each grammar.
 const mostMatchers = 16
 
 // matcher returns the matcher for a grammar. Equal names stand for equal grammars.
@@ -115,8 +115,8 @@ func (p *params) readFormat(w *wanted, param string, f answerFormat) {
 	}
 }
 
-// readWanted reads the parameters of OpenAI's API that restrict the answer, and those that other servers with
-// this API added: json_schema and grammar of llama.cpp, and guided_json and guided_choice of vLLM.
+// readWanted reads the parameters that restrict an answer: response_format of OpenAI's API, json_schema
+// and grammar of llama.cpp, and guided_json and guided_choice of vLLM.
 func (p *params) readWanted() (w wanted) {
 	if p.has("response_format") {
 		var f answerFormat
@@ -201,8 +201,8 @@ func callGrammar(tools []tool, several bool) (*grammar.Grammar, error) {
 	return grammar.Sequence(call, grammar.Repeat(grammar.Sequence(grammar.Text("\n"), call), 0, most)), nil
 }
 
-// readCalls adds calls of tools to the texts that a request permits: as the only ones if a call is forced, or
-// besides the ones that another parameter asks for.
+// readCalls permits tool calls. If a call is forced, nothing else is permitted; otherwise, calls are an
+// alternative to the texts that another parameter permits.
 func (p *params) readCalls(j *job, w *wanted, c *conversation) {
 	forced := c.forced != nil
 	if p.err != nil || c.tools == nil || !forced && w.grammar == nil {

@@ -84,3 +84,19 @@ func TestSeveralChoices(t *testing.T) {
 	require.Equal(t, a.at("choices"), c.ok(chatPath, with(`"n":3`, `"temperature":1`, `"max_tokens":8`, `"seed":1`)).at("choices"))
 	require.NotEqual(t, a.at("choices"), c.ok(chatPath, with(`"n":3`, `"temperature":1`, `"max_tokens":8`, `"seed":9`)).at("choices"))
 }
+
+// TestToolErrors checks that a failed tool's result reaches the model, with a text before it.
+func TestToolErrors(t *testing.T) {
+	var got []int
+	m := newModel(t, &fake{script: func(prompt []int) []int { got = prompt; return says("ok") }}, chatTemplate)
+	c := serveModel(t, m, Options{})
+	body := `{"max_tokens":5,"messages":[{"role":"user","content":"a"},{"role":"assistant","content":[{"type":"tool_use",` +
+		`"id":"1","name":"f","input":{}}]},{"role":"user","content":[{"type":"text","text":"Here:"},{"type":"tool_result",` +
+		`"tool_use_id":"1","is_error":true,"content":"not found"}]}]`
+	c.ok(messagesPath, body+"}")
+	text, err := tok.DecodeWhole(got)
+	require.NoError(t, err)
+	require.Contains(t, string(text), "tool: not found\n")
+	require.Contains(t, string(text), "user: Here:\n")
+	require.InDelta(t, len(got), c.ok(messagesPath+"/count_tokens", body+"}")["input_tokens"], 0)
+}
