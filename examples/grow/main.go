@@ -1,10 +1,12 @@
-// Command grow trains two models in equal time, on the same text and from the same random seed. The
-// first has four blocks from the start. The second starts with two blocks, so that its steps are faster,
-// and receives two more while it trains if that is expected to lower its final loss. At the end, the program
-// prints how far the prediction was from the final loss, or why the model kept its blocks.
+// Command grow trains two models in equal time, or with equal FLOPs, on the same text and from the same
+// random seed. The first has four blocks from the start. The second starts with two blocks, so that its
+// steps are faster, and receives two more while it trains if that is expected to lower its final loss. At
+// the end, the program prints how far the prediction was from the final loss, or why the model kept its
+// blocks.
 //
 //	go run ./examples/grow                                      # a minute on two cores
 //	go run ./examples/grow -data ~/notes -time 5m
+//	go run ./examples/grow -flops 1.5e12                        # does not depend on the machine's speed
 //	go run ./examples/grow -replay runs/grow/record.jsonl
 //
 // The program writes the decisions of the growing run to a record. With -replay, the run follows a
@@ -48,19 +50,24 @@ const (
 func main() {
 	path := flag.String("data", "", "text `file` or folder to learn from (default: the sources of Go)")
 	out := flag.String("out", filepath.Join("runs", "grow"), "`folder` for the record")
-	limit := flag.Duration("time", 30*time.Second, "time to train each model")
+	var limit llm.Budget
+	flag.DurationVar(&limit.Time, "time", 30*time.Second, "time to train each model")
+	flag.Float64Var(&limit.FLOPs, "flops", 0, "floating-point operations to train each model, instead of -time")
 	seed := flag.Uint64("seed", 1, "random seed of the weights and of the data order")
 	replay := flag.String("replay", "", "train only the growing model, and let it follow this `record`")
 	flag.Parse()
+	if limit.FLOPs != 0 {
+		limit.Time = 0
+	}
 
-	err := run(launch.UntilInterrupt(os.Stderr), *path, *out, *replay, *limit, *seed, os.Stdout)
+	err := run(launch.UntilInterrupt(os.Stderr), *path, *out, *replay, limit, *seed, os.Stdout)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "grow:", err)
 		os.Exit(1)
 	}
 }
 
-func run(ctx context.Context, path, out, replay string, limit time.Duration, seed uint64,
+func run(ctx context.Context, path, out, replay string, limit llm.Budget, seed uint64,
 	stdout io.Writer) error {
 	corpus, err := openText(path)
 	if err != nil {
@@ -102,9 +109,9 @@ func run(ctx context.Context, path, out, replay string, limit time.Duration, see
 	return errors.Join(err, record.Close())
 }
 
-// train trains a model until the time is over, and prints its loss on held-out text. If growing is nil,
+// train trains a model until the limit is reached, and prints its loss on held-out text. If growing is nil,
 // the model has all blocks from the start.
-func train(ctx context.Context, name string, corpus *data.Corpus, seed uint64, limit time.Duration,
+func train(ctx context.Context, name string, corpus *data.Corpus, seed uint64, limit llm.Budget,
 	growing *llm.Growth, stdout io.Writer) (err error) {
 	tokens, err := data.Tokenize(ctx, corpus.Train, tokenizer.Bytes{})
 	if err != nil {
@@ -146,13 +153,13 @@ func train(ctx context.Context, name string, corpus *data.Corpus, seed uint64, l
 		return err
 	}
 
-	annealing, err := optim.CosineAnnealing(0.05) // over the time spent
+	annealing, err := optim.CosineAnnealing(0.05) // over the budget spent
 	if err != nil {
 		return err
 	}
 
 	t, err := llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{Batch: batch, Schedule: schedule,
-		Annealing: annealing, Budget: llm.Budget{Time: limit}, Clip: 1, Epoch: 1})
+		Annealing: annealing, Budget: limit, Clip: 1, Epoch: 1})
 	if err != nil {
 		return err
 	}

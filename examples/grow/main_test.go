@@ -24,7 +24,7 @@ func TestRun(t *testing.T) {
 	text := filepath.Join(out, "text")
 	require.NoError(t, os.WriteFile(text, bytes.Repeat([]byte("The quick brown fox jumps. "), 2000), 0o666))
 	var stdout bytes.Buffer
-	require.NoError(t, run(t.Context(), text, out, "", 2*time.Second, 1, &stdout))
+	require.NoError(t, run(t.Context(), text, out, "", llm.Budget{Time: 2 * time.Second}, 1, &stdout))
 	lines := strings.Split(strings.TrimSpace(stdout.String()), "\n")
 	require.Len(t, lines, 3)
 	require.Contains(t, lines[0], "from the start  2 blocks")
@@ -35,7 +35,7 @@ func TestRun(t *testing.T) {
 	require.NoError(t, err)
 	require.NotEmpty(t, decisions)
 	stdout.Reset()
-	require.NoError(t, run(t.Context(), text, out, record, 2*time.Second, 1, &stdout))
+	require.NoError(t, run(t.Context(), text, out, record, llm.Budget{Time: 2 * time.Second}, 1, &stdout))
 	_, result, _ := strings.Cut(lines[1], "grown")
 	require.Contains(t, stdout.String(), strings.TrimSpace(result))
 }
