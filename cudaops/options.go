@@ -70,6 +70,7 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 	}
 
 	c.Device, c.Timed, c.PageMemory = d.info, c.monitor > 0, d.memoryOfPages
+	c.RowKernels = DecodesOnDevice()
 	if s := c.share; s != nil {
 		c.Shared, c.SharedParams = s.runner.Program, s.config.Params
 	}

@@ -74,6 +74,7 @@ func TestEveryLaunch(t *testing.T) {
 		decode.Paged{Geometry: decode.Geometry{Heads: 8, KVHeads: 1, HeadDim: 64, Capacity: 9}, Rows: 3,
 			Columns: 2, Type: dt},
 		decode.Product{Y: p, X: p, W: p, Columns: 3, D: 8, Type: dt},
+		decode.RowsProduct{Y: p, X: p, W: p, Parts: p, Arrived: p, Rows: 3, Columns: 3, D: 8, Type: dt},
 		decode.Gated{H: p, X: p, W: p, F: 3, D: 8, Type: dt},
 		decode.Step{Launches: []any{decode.Product{Y: p, X: p + 16, W: p, Columns: 3, D: 8, Type: dt}},
 			Table: p, Arrived: p},

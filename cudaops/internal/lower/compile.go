@@ -41,6 +41,7 @@ type Options struct {
 	Strict     bool      // a node without a kernel is an error
 	Room       int       // bytes that may be used to save time
 	Draws      Draws     // the tokens to draw
+	RowKernels bool      // products of a few rows in graphs that continue texts have kernels of their own
 	Timed      bool      // allow timing Kasmina layers without telemetry, which needs extra memory
 
 	Shared       *program.Program // program that owns the shared parameters; nil if there are none
@@ -126,6 +127,10 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 
 	if o.Draws.Logits != nil {
 		c.draw(o.Draws)
+	}
+
+	if o.RowKernels {
+		c.rowProducts()
 	}
 
 	if c.joinSteps(); c.err != nil {

@@ -1,0 +1,62 @@
+package lower_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/gorgonia"
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/passtest"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/op/kvcache"
+)
+
+// TestRowProducts checks that products of a few rows have their own kernel in graphs that continue texts, if requested,
+// and that a matrix added to a product becomes an operand of it.
+func TestRowProducts(t *testing.T) {
+	count := func(rows int, o lower.Options) (own, others, added int) {
+		g := gorgonia.NewGraph()
+		x := passtest.Node(g, "x", rows, 64)
+		pages, err := kvcache.NewPages(4)
+		require.NoError(t, err)
+		table := gorgonia.NewTensor(g, tensor.Int, 2, gorgonia.WithShape(rows, 3), gorgonia.WithName("table"))
+		require.NoError(t, gorgonia.Let(table, tensor.New(tensor.WithShape(rows, 3), tensor.WithBacking(make([]int, 3*rows)))))
+		part := func(name string) *gorgonia.Node { return must(op.Linear(x, passtest.Node(g, name, 64, 64))) }
+		y := must(kvcache.PagedAttention(part("q"), part("k"), part("v"), table, pages, 0,
+			kvcache.Config{Heads: 4, KVHeads: 4, HeadDim: 16, Capacity: 128}))
+		must(gorgonia.Add(part("r"), must(op.Linear(y, passtest.Node(g, "o", 64, 64)))))
+
+		o.PageMemory = func(*kvcache.Pages, int, int) (gpu.Ptr, error) { return 1 << 20, nil }
+		for _, call := range passtest.Lower(t, g, o).Calls {
+			switch m := call.Params.(type) {
+			case *decode.RowsProduct:
+				own++
+				if call.Operand(&m.C) != nil {
+					added++
+				}
+			case *program.Matmul:
+				others++
+			}
+		}
+		return own, others, added
+	}
+
+	for _, c := range []struct {
+		rows, own, others int
+		o                 lower.Options
+	}{
+		{8, 3, 0, lower.Options{Activation: gpu.BFloat16, RowKernels: true}},
+		{64, 3, 0, lower.Options{Activation: gpu.Float16, RowKernels: true}},
+		{65, 0, 3, lower.Options{Activation: gpu.BFloat16, RowKernels: true}},
+		{8, 0, 3, lower.Options{Activation: gpu.Float32, RowKernels: true}},
+		{8, 0, 3, lower.Options{Activation: gpu.BFloat16}},
+	} {
+		own, others, added := count(c.rows, c.o)
+		require.Equal(t, []int{c.own, c.others, c.own / 3}, []int{own, others, added}, "%+v", c)
+	}
+}
