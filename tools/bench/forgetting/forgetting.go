@@ -162,6 +162,11 @@ func (o options) train(ctx context.Context, records []record, stderr io.Writer) 
 	}
 	defer file.Close()
 
+	// If a killed process left its last line incomplete, the next record starts a line of its own.
+	if _, err := file.Write([]byte{'\n'}); err != nil {
+		return nil, err
+	}
+
 	var words []string
 	if o.arms != "" {
 		words = strings.Split(o.arms, ",")
