@@ -44,15 +44,16 @@ type RankGrowthConfig struct {
 //
 //	‖g·a‖² / (aᵀ·(c + ε)·a)
 //
-// Here g is the gradient of w on the new text, and c is the mean of hᵀ·h for the gradients h of w on batches
-// of the old text, restricted to the outputs that g changes. It approximates how much the loss on the old text
-// rises when w changes along a. Without an old text, the directions are the singular vectors of g. Over all
-// weights, the directions with the largest values per parameter become the new ranks, with b = 0. Growth
-// therefore leaves the function of the model unchanged. Existing ranks keep their values and moments.
+// g is the gradient of w on the new text. c is the mean of hᵀ·h over batches of the old text, where h is the
+// gradient of w for the outputs that g changes. The denominator approximates the rise of the loss on the old
+// text when w changes along a. Without an old text, the directions are the singular vectors of g.
 //
-// Before it grows, it prunes the ranks that do not pay: those whose strength has hardly any effect on the loss
-// of the new text, compared with other ranks, or a larger effect on the loss of the old text. The
-// effect is the mean square of the derivative of the loss with respect to a factor on b·a.
+// The directions with the largest values per parameter, over all weights, become the new ranks. They start with
+// b = 0, so growth leaves the function of the model unchanged. Existing ranks keep their values and moments.
+//
+// Before growing, it prunes the ranks that do not pay. The effect of a rank on a text is the mean square of the
+// derivative of the loss with respect to a factor on b·a. A rank is pruned if its effect on the new text is small
+// compared with other ranks, or smaller than its effect on the old text.
 //
 // After a [Retention] has rolled the model back, nothing grows or is pruned any more.
 type RankGrowth struct {
