@@ -563,7 +563,10 @@ func (b *graphBuilder) learns(param string) bool {
 // freezes reports whether a weight needs no gradient because of adapters or Tuned. In a frozen model with
 // seeds, blueprints on a weight need its gradient.
 func (b *graphBuilder) freezes(param string) bool {
-	return b.kind == ForTraining && b.wanted == nil && !b.frozen && !b.learns(param)
+	if b.wanted != nil { // gradients of adapters need none of the weights next to them
+		return b.kind == ForTraining && !b.Config.Adapter.IsZero() && !slices.Contains(b.wanted, param)
+	}
+	return b.kind == ForTraining && !b.frozen && !b.learns(param)
 }
 
 // tuning describes which parameters of block i learn.

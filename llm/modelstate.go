@@ -72,7 +72,11 @@ func (m modelState) param(name string) *tensor.Dense {
 	return m.Params[i].Value
 }
 
-func (m modelState) dtype() tensor.Dtype { return m.Params[0].Value.Dtype() }
+// dtype returns the type of the parameters. Those in a model's Base have no values.
+func (m modelState) dtype() tensor.Dtype {
+	i := slices.IndexFunc(m.Params, func(p Param) bool { return p.Value != nil })
+	return m.Params[i].Value.Dtype()
+}
 
 // values returns the parameters by name.
 func (m modelState) values() map[string]*tensor.Dense {

@@ -343,6 +343,7 @@ func TestFinetuneKeeps(t *testing.T) {
 		"self":     {"--keep", "self"},
 		"full":     {"--keep", license, "--method", "full", "--lr", "0.01"},
 		"growing":  {"--keep", license, "--grow-rank"},
+		"nf4":      {"--keep", license, "--grow-rank", "--base", "nf4"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			loose, _, _ := rise(append(c, "--forget", "100")...)
