@@ -342,7 +342,7 @@ func TestForgedSnapshot(t *testing.T) {
 				`"seeds":[{"layer":2,"seed":7}]`, 1)
 			require.NotEqual(t, was, metadata[key])
 		},
-		"written by an older version": func(x map[string]safetensors.Tensor, _ map[string]string) {
+		"1 tensors that do not belong to the model": func(x map[string]safetensors.Tensor, _ map[string]string) {
 			old := x[grown+weight]
 			old.Name = "before." + weight
 			x[old.Name] = old
