@@ -28,7 +28,8 @@ var samplings = []sampler.Config{
 	{Temperature: 1, LogProbs: true, Top: 2, Seed: 6}, // on the host
 }
 
-// inferences returns two inferences for the same model on a fake device, of which only one draws tokens there.
+// inferences returns two inferences for the same model on a fake device: drawing draws tokens on the
+// device, and plain on the host.
 func inferences(t *testing.T, device *Device) (drawing, plain *llm.Inference, c llm.Config) {
 	m, err := llm.NewModel(llm.Config{Vocab: 19, Dim: 16, Layers: 2, Heads: 4, KVHeads: 2, Seq: 60}.Default(),
 		tensor.Float32, 1)
@@ -50,7 +51,7 @@ func inferences(t *testing.T, device *Device) (drawing, plain *llm.Inference, c 
 	return inference(true), inference(false), m.Config
 }
 
-// decoder is a model whose tokens the host draws.
+// A decoder computes logits for the host to draw tokens from.
 type decoder interface {
 	Decoder() (func(context.Context, []int) (any, error), error)
 }
@@ -89,8 +90,8 @@ func hostTokens(ctx context.Context, d decoder, c sampler.Config, prompt []int, 
 	return tokens[len(prompt):], nil
 }
 
-// TestDraws checks that a device draws the tokens that the host draws, while being one step ahead. Texts are changed,
-// cut off and continued by other samplers in between.
+// TestDraws checks that a device running one step ahead draws the same tokens as the host. Between draws,
+// the texts are changed, cut off and continued by other samplers.
 func TestDraws(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	drawing, plain, _ := inferences(t, device)
@@ -144,7 +145,7 @@ func TestDraws(t *testing.T) {
 	requireNoLeaks(t, device)
 }
 
-// countingMachine counts the passes that take tokens from the pass before.
+// countingMachine counts the rows that take their token from the preceding pass.
 type countingMachine struct {
 	*Machine
 	ahead *atomic.Int64
@@ -159,9 +160,9 @@ func (m countingMachine) Draw(ctx context.Context, p sampling.Pass) (func() ([]i
 	return m.Machine.Draw(ctx, p)
 }
 
-// TestDrawsInBatches checks the tokens of texts that are continued at the same time, by different samplers. Texts join
-// and leave at any time, are cut off, and go on with other tokens or samplers. Most tokens must have been drawn before
-// they were asked for, and nothing may stay on the device.
+// TestDrawsInBatches checks the tokens of several texts that different samplers continue at the same
+// time. Texts join and leave at any time, are cut off, and continue with other tokens or samplers. The
+// device must draw a good share of the tokens before they are requested, and must not leak memory.
 func TestDrawsInBatches(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	drawing, plain, _ := inferences(t, device)
@@ -193,7 +194,7 @@ func TestDrawsInBatches(t *testing.T) {
 	requireNoLeaks(t, device)
 }
 
-// drawText continues and changes a text, and compares its tokens with those that the host draws.
+// drawText extends and edits a text at random, and compares its tokens with the host's draws.
 func drawText(t *testing.T, i int, b, host *llm.Batcher, all *atomic.Int64) error {
 	r := rand.New(rand.NewPCG(uint64(i), 2))
 	draw, err := b.Drawer()
@@ -242,8 +243,8 @@ func drawText(t *testing.T, i int, b, host *llm.Batcher, all *atomic.Int64) erro
 	return nil
 }
 
-// TestUndrawable checks that the error of a sampler is that of the host if no token can be drawn, and that the text can
-// go on with another sampler.
+// TestUndrawable checks that a sampler that excludes all tokens fails with the same error as on the host,
+// and that the text can continue with another sampler.
 func TestUndrawable(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	drawing, plain, c := inferences(t, device)

@@ -12,22 +12,24 @@ import (
 	"github.com/kasmina-go/kasmina/op/kvcache"
 )
 
-// A flight is a pass over the model in which the device draws tokens, until the host has read them.
+// A flight is a forward pass followed by token draws on the device. It lasts until the host has read the
+// tokens.
 //
-// While a flight is in progress, the batcher starts another one for the same texts, with inputs that only the device
-// knows: the tokens of the first flight. When these have arrived, the texts ask for their next tokens, which the
-// second flight is already computing. A text may be at most one such pass ahead of its requests.
+// While a flight is in progress, the batcher starts the next one for the same texts. Its inputs are the
+// tokens of the first flight, which only the device knows at that time. When these tokens reach the host
+// and the texts request their next tokens, the second flight is already computing them. A text may be at
+// most one such pass ahead of its requests.
 type flight struct {
 	runner    Runner
 	chosen    []batchShare
-	finishing []*batchJob // jobs that get a token or logits; nil until a text asks for its token
+	finishing []*batchJob // jobs that get a token or logits; nil until a text requests its token
 	texts     []*batchText
-	rows      []int // of the last tokens of the finishing jobs
+	rows      []int // rows of the finishing jobs' last tokens
 	began     time.Time
 	wait      func() ([]int, error)
 }
 
-// mostAhead is the number of tokens that the device may compute before a text asks for them.
+// mostAhead is the maximum number of tokens that the device computes before a text requests them.
 const mostAhead = 2
 
 // draws reports whether the device draws at least one of the tokens that follow the finishing jobs.
@@ -35,14 +37,14 @@ func draws(g *Graph, finishing []*batchJob) bool {
 	return g.Draws && slices.ContainsFunc(finishing, func(j *batchJob) bool { return j.plan != nil })
 }
 
-// draws reports whether the batcher's machines draw tokens. They do not if texts are extended by proposed tokens, which
-// the host compares with its draws.
+// draws reports whether the batcher's machines draw tokens. They do not if Lookup extends texts by
+// proposed tokens, because the host compares the proposals with its own draws.
 func (b *Batcher) draws() bool {
 	return b.inference != nil && b.inference.DrawsOnDevice && b.options.Lookup == 0
 }
 
-// Drawer returns a function that draws the token that follows a text, or nil if the host draws all tokens from the
-// logits of Decoder.
+// Drawer returns a function that draws the next token of a text, or nil if the host draws all tokens from
+// the logits of Decoder.
 func (b *Batcher) Drawer() (DrawFunc, error) {
 	if !b.draws() {
 		return nil, nil
@@ -50,7 +52,7 @@ func (b *Batcher) Drawer() (DrawFunc, error) {
 
 	var text *batchText
 	var by *sampler.Sampler
-	var revision uint64 // of the sampler after the last token
+	var revision uint64 // the sampler's revision after the last token
 	return func(ctx context.Context, tokens []int, s *sampler.Sampler, last bool) (int, error) {
 		if s == nil {
 			return 0, errors.New("llm: Batcher: the sampler is nil")
@@ -86,8 +88,8 @@ func (b *Batcher) Drawer() (DrawFunc, error) {
 	}, nil
 }
 
-// launch starts a flight. from lists the rows of the preceding flight whose tokens are the inputs; it is nil if the
-// host has set the inputs.
+// launch starts a flight. from lists the rows of the preceding flight that supply the input tokens. It is
+// nil if the host has set the inputs.
 func (b *Batcher) launch(f *flight, from []int) error {
 	m, ok := f.runner.Machine.(drawingMachine)
 	if !ok {
@@ -129,7 +131,8 @@ func (b *Batcher) launch(f *flight, from []int) error {
 	return nil
 }
 
-// fly starts the flight after f if possible, ends f, and returns the number of jobs to expect and the next flight.
+// fly starts the flight after f if possible, and then ends f. It returns the number of jobs to expect and
+// the next flight.
 func (b *Batcher) fly(f *flight) (expected int, next *flight) {
 	b.gather(f)
 	next, from, err := b.follow(f)
@@ -197,8 +200,8 @@ func readLogits(r Runner) (any, error) {
 	return v.Data(), nil
 }
 
-// gather waits for the texts of a flight to ask for its tokens, but no longer than it takes to start the next flight
-// in time.
+// gather waits for the texts of a flight to request its tokens, but at most half as long as the last pass
+// took, so that the next flight can start in time.
 func (b *Batcher) gather(f *flight) {
 	deadline := time.Now().Add(b.last / 2)
 	for slices.Contains(f.finishing, nil) && b.stopped.Err() == nil {
@@ -217,7 +220,7 @@ func (b *Batcher) gather(f *flight) {
 	}
 }
 
-// attach gives the rows of a flight to the jobs that ask for their tokens.
+// attach assigns the rows of a flight to the waiting jobs that request their tokens.
 func (b *Batcher) attach(f *flight) {
 	b.mu.Lock()
 	jobs := slices.Clone(b.waiting)
@@ -233,7 +236,7 @@ func (b *Batcher) attach(f *flight) {
 	}
 }
 
-// claimAll ends the jobs whose tokens the device has already drawn.
+// claimAll hands out tokens that the device has already drawn, and returns the jobs that received one.
 func (b *Batcher) claimAll(jobs []*batchJob) (claimed []*batchJob) {
 	for _, j := range jobs {
 		t := j.text
@@ -246,8 +249,9 @@ func (b *Batcher) claimAll(jobs []*batchJob) (claimed []*batchJob) {
 	return claimed
 }
 
-// follow starts a flight in which the texts of f that have asked for their tokens go on. It returns nil if there are
-// none, if others are waiting, or if the flight would need another graph. from lists the rows of f.
+// follow starts the next flight for the texts that have requested their tokens of f and continue. It
+// returns nil if no text continues, if other jobs are waiting, or if the flight would need a different
+// graph. from lists the rows of f that supply the input tokens.
 func (b *Batcher) follow(f *flight) (next *flight, from []int, err error) {
 	b.mu.Lock()
 	others := slices.ContainsFunc(b.waiting, func(j *batchJob) bool {
@@ -293,11 +297,11 @@ func (b *Batcher) follow(f *flight) (next *flight, from []int, err error) {
 	if err := b.launch(next, from); err != nil {
 		return nil, nil, err
 	}
-	next.finishing = make([]*batchJob, len(jobs)) // the texts have not asked yet
+	next.finishing = make([]*batchJob, len(jobs)) // no text has requested its token yet
 	return next, from, nil
 }
 
-// letUnknown feeds rows to a graph that take their tokens from the preceding pass.
+// letUnknown feeds the graph rows that take their tokens from the preceding pass.
 func (b *Batcher) letUnknown(g *Graph, rows int) error {
 	selected := make([]int, rows)
 	for i := range selected {

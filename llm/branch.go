@@ -7,8 +7,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/parallel"
 )
 
-// A branch is a copy of everything that training steps change in a model: parameters, optimizer
-// moments and loss scale.
+// A branch is a copy of the model state that training steps change: parameters, optimizer moments and
+// loss scale.
 type branch struct {
 	modelState // not shared with the model
 	scale      *LossScale
@@ -47,8 +47,8 @@ func (d *driver) enter(b branch) error {
 	return nil
 }
 
-// errNotTaken marks an error from enter after which the host holds the branch but the engine does
-// not.
+// errNotTaken marks an error from enter that occurs after the host, but not the engine, has switched to
+// the branch.
 var errNotTaken = errors.New("the engine has not taken the parameters")
 
 // suspend copies everything that training steps change and returns a function that restores it. If
@@ -81,8 +81,9 @@ func (d *driver) suspend() (restore func() error, err error) {
 	}, nil
 }
 
-// repeat makes steps with the given learning rates on the loader's next batches, outside the run's count of
-// steps, and returns the sum of their gradient norms. A step that fails leaves no gradients behind.
+// repeat trains on the loader's next batches, with one step for each learning rate, and returns the sum
+// of the gradient norms. The steps do not count toward the run. If a step fails, its gradients are
+// dropped.
 func (d *driver) repeat(rates []float64) (norms float64, err error) {
 	defer func(whole bool) { d.whole = whole }(d.whole)
 	d.whole = true
@@ -96,7 +97,7 @@ func (d *driver) repeat(rates []float64) (norms float64, err error) {
 		}
 
 		if dropped := d.engine.Drop(); dropped != nil {
-			return norms, fmt.Errorf("%w, after: %v", dropped, err) // more than a divergence
+			return norms, fmt.Errorf("%w, after: %v", dropped, err) // more serious than a divergence
 		}
 		return norms, err
 	}

@@ -13,16 +13,16 @@ import (
 	"github.com/kasmina-go/kasmina/internal/memory"
 )
 
-// LoadFrozen reads a model that is to be tuned with adapters, or whose parameters that match one of the
-// patterns are to be tuned (see [TrainConfig.Tuned]). Its other matrices never change, so they are converted
-// while they are read: those of the linear layers in blocks to the given type, and the embedding and the
-// output layer to bfloat16. Unless the type is float32, the model is never in memory in float32.
+// LoadFrozen reads a model for tuning with adapters, or for tuning the parameters that match one of the
+// patterns (see [TrainConfig.Tuned]). All other matrices are frozen and converted during reading: linear
+// layers to the given type, block by block, and the embedding and the output layer to bfloat16. Unless
+// the type is float32, the model never exists in memory in float32.
 //
-// During training, products widen a few rows of a matrix at a time. All arithmetic remains in float32 or, on
-// a GPU, in the engine's precision.
+// During training, products widen a few rows of a matrix at a time. All arithmetic remains in float32 or,
+// on a GPU, in the engine's precision.
 //
-// Only a model without seeds can be loaded, and the result cannot grow. Checkpoints of a run contain only
-// the parameters that learn.
+// LoadFrozen only loads models without seeds, and the loaded model cannot grow. Checkpoints of a run
+// contain only the parameters that learn.
 func LoadFrozen(ctx context.Context, t cpuops.WeightType, c Config, r WeightReader, tuned ...string) (*Model,
 	error) {
 	if ctx == nil || r == nil {
@@ -71,7 +71,7 @@ func loadFrozen(ctx context.Context, t cpuops.WeightType, c Config, r WeightRead
 	return m, err
 }
 
-// frozenType returns the type in which LoadFrozen holds a parameter.
+// frozenType returns the type that LoadFrozen chooses for a parameter.
 func frozenType(t cpuops.WeightType, p ParamSpec, tuned []string) cpuops.WeightType {
 	switch {
 	case len(p.Shape) != 2 || isSmall(p.Name) || len(tuned) > 0 && (learning{tuned: tuned}).includes(p.Name):
@@ -122,8 +122,8 @@ func (m *Model) readParam(ctx context.Context, t cpuops.WeightType, p ParamSpec,
 	return tensor.New(tensor.WithShape(p.Shape...), tensor.WithBacking(values)), nil
 }
 
-// weight returns the values of a parameter. Those of a matrix in the model's Base are a copy. It returns nil
-// if the model lacks the parameter.
+// weight returns the values of a parameter, copied if the parameter is in the model's Base. It returns
+// nil if the model lacks the parameter.
 func (m *Model) weight(name string) *tensor.Dense {
 	_, rows, width, ok := m.Base.Matrix(name)
 	if !ok {
@@ -143,7 +143,8 @@ func (m *Model) sizeOf(p Param) int {
 	return p.Value.Size()
 }
 
-// checkWhole returns an error if the model has a Base, which the given purpose does not allow.
+// checkWhole returns an error if the model has a Base. purpose names the operation that does not support
+// one.
 func (m *Model) checkWhole(purpose string) error {
 	if m.Base == nil {
 		return nil
@@ -183,7 +184,8 @@ func (g *Graph) cpuOptions(opts ...cpuops.Option) []cpuops.Option {
 	return append(opts, cpuops.WithWeights(g.Base))
 }
 
-// BaseType returns the type of the linear layers in the model's Base, or Float32 without one.
+// BaseType returns the type of the linear layers in the model's Base, or Float32 if the model has no
+// Base.
 func (m *Model) BaseType() cpuops.WeightType {
 	for _, name := range m.Base.Names() {
 		if t, _, _, _ := m.Base.Matrix(name); name != embedName && name != headName {
@@ -193,10 +195,11 @@ func (m *Model) BaseType() cpuops.WeightType {
 	return cpuops.Float32
 }
 
-// Rebase returns a model like base with what m has learned: its adapters, whose memory the result shares, and
-// a copy of all other parameters that are not in m's Base. m must be base with adapters or with other values of
-// some parameters. Adapters trained on a quantized Base are merged best into the weights from before they were
-// quantized.
+// Rebase returns a model like base with the parameters that m has learned. The result shares the memory
+// of m's adapters, and copies all other parameters that are not in m's Base. m may differ from base only
+// by adapters and the values of some parameters.
+//
+// Adapters trained on a quantized Base are best merged into the original weights, before quantization.
 func (m *Model) Rebase(base *Model) (*Model, error) {
 	done, err := m.Current()
 	if err != nil {

@@ -13,8 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/internal/block"
 )
 
-// growingTrainer returns a trainer of a model with growing adapters that may have as many parameters as
-// adapters of rank 4.
+// growingTrainer returns a trainer for a model with growing adapters, limited to as many parameters as
+// adapters of rank 4 have.
 func growingTrainer(t *testing.T, old bool) (*Trainer, *RankGrowth) {
 	t.Helper()
 	base, err := NewModel(maskedConfig(), tensor.Float32, 7)
@@ -34,9 +34,9 @@ func growingTrainer(t *testing.T, old bool) (*Trainer, *RankGrowth) {
 	return tr, r
 }
 
-// TestRankGrowth checks that growth leaves the function of the model and the existing ranks with their moments
-// unchanged, that ranks differ between layers within the budget, that the model learns, and that a resumed run
-// continues bit for bit from every step.
+// TestRankGrowth checks that growth changes neither the function of the model nor the values and moments
+// of existing ranks, that ranks differ between layers within the budget, that the model learns, and that
+// a run resumed from various steps continues bit for bit.
 func TestRankGrowth(t *testing.T) {
 	for _, old := range []bool{false, true} {
 		tr, growth := growingTrainer(t, old)
@@ -63,7 +63,7 @@ func TestRankGrowth(t *testing.T) {
 				require.NoError(t, tr.Save(paths[len(paths)-1]))
 				require.LessOrEqual(t, e.Params, budget)
 
-				// Growth between two steps changes nothing that the model computes.
+				// Growth between two steps must not change the function of the model.
 				if growth.done < 3 {
 					a, _, err := tr.Evaluate(text)
 					require.NoError(t, err)
@@ -114,7 +114,8 @@ func TestRankGrowth(t *testing.T) {
 	}
 }
 
-// momentsByRank returns the values and moments of each rank by layer and the first number of its row of a.
+// momentsByRank returns the values and moments of each rank, keyed by layer and the first number in the
+// rank's row of a.
 func momentsByRank(t *testing.T, tr *Trainer) map[string][]float32 {
 	t.Helper()
 	state := map[string][]float32{}
@@ -150,7 +151,7 @@ func momentsByRank(t *testing.T, tr *Trainer) map[string][]float32 {
 	return all
 }
 
-// checkKept checks that the ranks that remain have kept their values and moments.
+// checkKept checks that the remaining ranks have kept their values and moments.
 func checkKept(t *testing.T, before, after map[string][]float32) {
 	t.Helper()
 	kept := 0
@@ -163,8 +164,8 @@ func checkKept(t *testing.T, before, after map[string][]float32) {
 	require.Positive(t, kept)
 }
 
-// TestRankDirections checks the directions of new ranks against a computation with whole matrices: they maximize
-// ‖g·a‖²/(aᵀ·(c + ε)·a), and are orthogonal to existing ranks when there is no old text.
+// TestRankDirections checks the directions of new ranks against a computation with whole matrices. They
+// must maximize ‖g·a‖²/(aᵀ·(c + ε)·a), and must be orthogonal to existing ranks if no old text is given.
 func TestRankDirections(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	normal := func(n int) []float32 {
@@ -287,7 +288,7 @@ func TestRankGrowthWithRetention(t *testing.T) {
 	}
 }
 
-// TestRankGrowthErrors checks that models whose ranks cannot grow are refused.
+// TestRankGrowthErrors checks the errors for adapters that cannot grow and for invalid configurations.
 func TestRankGrowthErrors(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func(*LoRA)

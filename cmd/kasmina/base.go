@@ -55,7 +55,7 @@ func (o *finetuneOptions) loadBase(c *cobra.Command, f *hf.Folder) (*llm.Model, 
 	return loadFrozen(c.Context(), t, config, f, c.ErrOrStderr(), tuned...)
 }
 
-// loadFrozen is llm.LoadFrozen for a folder, with a progress bar.
+// loadFrozen calls llm.LoadFrozen for a folder, with a progress bar.
 func loadFrozen(ctx context.Context, t cpuops.WeightType, c llm.Config, f *hf.Folder, stderr io.Writer,
 	tuned ...string) (*llm.Model, error) {
 	at, erase := bar(stderr, "loading", true)
@@ -63,8 +63,8 @@ func loadFrozen(ctx context.Context, t cpuops.WeightType, c llm.Config, f *hf.Fo
 	return llm.LoadFrozen(ctx, t, c, newCounted(f, at), tuned...)
 }
 
-// whole returns the trained model with the float32 weights of its folder in place of the frozen ones that it
-// was trained with, and prints how much this changes the logits for the given tokens.
+// whole replaces the frozen weights of a trained model with the float32 weights of its folder, and prints
+// how much this changes the logits for the given tokens.
 func (o *finetuneOptions) whole(c *cobra.Command, m *llm.Model, f *hf.Folder, tokens []int) (*llm.Model, error) {
 	if m.BaseType() == cpuops.Float32 {
 		return m, nil
@@ -95,11 +95,11 @@ func printPlan(w io.Writer, t *llm.Trainer) {
 		size(p.Workspace))
 }
 
-// mostShift is the number of tokens for which printShift computes logits.
+// mostShift is the maximum number of tokens that printShift uses.
 const mostShift = 64
 
-// printShift prints how the logits for the next tokens differ between a model with a Base and the same model
-// with float32 weights.
+// printShift prints how much the logits for the next tokens differ between a model with a Base and the
+// same model with float32 weights.
 func printShift(ctx context.Context, w io.Writer, m, whole *llm.Model, tokens []int) error {
 	tokens = tokens[:min(len(tokens), mostShift, m.Config.Seq)]
 	from, err := llm.AllLogits(ctx, m, tokens)
@@ -139,8 +139,7 @@ func likeliest(logits []float32) (best int) {
 	return best
 }
 
-// shiftOf prints what printShift does for merged adapters, if they were trained with a compact type of
-// weights.
+// shiftOf calls printShift for merged adapters that were trained on weights of a compact type.
 func (o *convertOptions) shiftOf(c *cobra.Command, f *hf.Folder, merged *llm.Model) error {
 	t, err := hf.AdapterWeights(o.model)
 	if err != nil || t == cpuops.Float32 {
@@ -158,11 +157,12 @@ func (o *convertOptions) shiftOf(c *cobra.Command, f *hf.Folder, merged *llm.Mod
 	return printShift(c.Context(), c.ErrOrStderr(), m, merged, o.shiftTokens(f))
 }
 
-// shiftText is the text for which convert compares logits.
+// shiftText is the sample that convert uses to compare logits.
 const shiftText = "The committee met on Tuesday to discuss the new library. Most members agreed that it should open " +
 	"in the evening, but they could not decide who would pay for it."
 
-// shiftTokens returns tokens for printShift.
+// shiftTokens returns the tokens of shiftText, or the first tokens of the vocabulary if the text cannot
+// be encoded.
 func (o *convertOptions) shiftTokens(f *hf.Folder) []int {
 	if tok, err := tokenizerOf(f.Dir, f.Config.Vocab); err == nil {
 		if ids := tok.Encode([]byte(shiftText)); len(ids) > 0 && tok.check(ids) == nil {

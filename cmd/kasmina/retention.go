@@ -22,19 +22,19 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// keepSelf is the value of --keep for text that the model generates itself.
+// keepSelf is the value of --keep that makes the model generate the text itself.
 const keepSelf = "self"
 
-// generatedName is the file with the generated text, in the folder run.
+// generatedName is the name of the file with the generated text in the run's folder.
 const generatedName = "keep.json"
 
-// Limits of the old text. Generating takes a pass over the model for each token.
+// Limits on the tokens of the old text. Generated text costs a pass over the model per token.
 const (
 	keepTokens      = 1 << 14
 	generatedTokens = 1 << 11
 )
 
-// retentionOptions are the options for what a model must not forget.
+// retentionOptions holds the options that limit forgetting.
 type retentionOptions struct {
 	keep     string
 	forget   float64
@@ -51,7 +51,7 @@ func (r *retentionOptions) flags(c *cobra.Command) {
 		"they gain most for what they make the model forget, up to as many parameters as --rank gives")
 }
 
-// checkRetention returns an error for options that make no sense, before anything is read.
+// checkRetention returns an error for invalid options. It is called before any file is read.
 func (o *finetuneOptions) checkRetention() error {
 	switch {
 	case !(o.forget > 0) || math.IsInf(o.forget, 0):
@@ -62,7 +62,7 @@ func (o *finetuneOptions) checkRetention() error {
 	return nil
 }
 
-// checkRetentionData returns an error for options that have no effect, or do not fit the data.
+// checkRetentionData returns an error for options that have no effect on the data or do not fit it.
 func (o *finetuneOptions) checkRetentionData(c *cobra.Command, prefers bool) error {
 	if unused := given(c, "keep", "grow-rank"); prefers && len(unused) > 0 {
 		return fmt.Errorf("%s no effect on preference pairs, whose loss keeps the model close to what it was: leave it "+
@@ -71,8 +71,8 @@ func (o *finetuneOptions) checkRetentionData(c *cobra.Command, prefers bool) err
 	return nil
 }
 
-// fixesDirections reports whether the matrices a of growing adapters stay as they are chosen. Directions that the
-// old text hardly uses would otherwise drift towards those that it uses.
+// fixesDirections reports whether the matrices a of growing adapters stay fixed. If they learned,
+// directions chosen because the old text hardly uses them would drift toward directions that it does use.
 func (o *finetuneOptions) fixesDirections() bool { return o.growRank && o.keep != "" }
 
 // useRetention adds the parts that grow ranks and limit forgetting.
@@ -97,7 +97,8 @@ func (o *finetuneOptions) useRetention(t *llm.Trainer, old *data.Evaluation) err
 	return t.Use(retention)
 }
 
-// oldText returns the text of --keep, or nil. m is the model before it is tuned, without adapters.
+// oldText returns the text of --keep, or nil without --keep. m is the model before tuning, without
+// adapters.
 func (o *finetuneOptions) oldText(c *cobra.Command, on machines, s stage, m *llm.Model,
 	d *tuningData) (*data.Evaluation, error) {
 	if o.keep == "" {
@@ -123,8 +124,8 @@ func (o *finetuneOptions) oldText(c *cobra.Command, on machines, s stage, m *llm
 	return d.encoder.Evaluation(all, o.train.Batch, o.seq)
 }
 
-// readOld reads the file of --keep: JSON Lines if it starts with a brace, or else text. Of a long file it takes
-// parts from everywhere.
+// readOld reads the file of --keep, as JSON Lines if it starts with a brace and as plain text otherwise.
+// It takes samples from all parts of a long file.
 func (o *finetuneOptions) readOld(ctx context.Context, d *tuningData) (all []chatdata.Sequence, err error) {
 	file, err := os.Open(o.keep)
 	if err != nil {
@@ -167,7 +168,7 @@ func (o *finetuneOptions) readOld(ctx context.Context, d *tuningData) (all []cha
 	return spread(all, keepTokens), nil
 }
 
-// learned returns a sequence all of whose tokens after the first are learned.
+// learned returns the sequence with every token except the first marked as learned.
 func learned(s chatdata.Sequence) chatdata.Sequence {
 	s.Learn = make([]bool, len(s.IDs))
 	for i := range s.Learn {
@@ -176,7 +177,7 @@ func learned(s chatdata.Sequence) chatdata.Sequence {
 	return s
 }
 
-// cut divides a sequence into parts that fit a row, without those from which nothing is learned.
+// cut divides a sequence into parts that fit a row. It drops parts without tokens to learn.
 func (o *finetuneOptions) cut(s chatdata.Sequence) (parts []chatdata.Sequence) {
 	for from := 0; from < len(s.IDs)-1; from += o.seq {
 		to := min(len(s.IDs), from+o.seq+1)
@@ -190,7 +191,8 @@ func (o *finetuneOptions) cut(s chatdata.Sequence) (parts []chatdata.Sequence) {
 	return parts
 }
 
-// spread returns sequences with at most the given number of tokens, at equal distances among all.
+// spread returns evenly spaced sequences with about the given number of tokens in total, or all sequences
+// if they have no more.
 func spread(all []chatdata.Sequence, most int) []chatdata.Sequence {
 	tokens := 0
 	for _, s := range all {
@@ -208,8 +210,8 @@ func spread(all []chatdata.Sequence, most int) []chatdata.Sequence {
 	return some
 }
 
-// generate has the model write the text, and saves it. A run that continues from a checkpoint must use the text
-// of its start, so nothing is written then.
+// generate makes the model write the text, and saves it. A run that resumes from a checkpoint must use
+// the text written at its start, so generate then keeps the existing file.
 func (o *finetuneOptions) generate(c *cobra.Command, s stage, m *llm.Model, d *tuningData) (err error) {
 	if _, err := os.Stat(o.in(generatedName)); s == saved && !errors.Is(err, fs.ErrNotExist) {
 		return err

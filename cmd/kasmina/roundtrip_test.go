@@ -23,7 +23,7 @@ import (
 	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
 )
 
-// completion is an answer of /v1/completions.
+// completion is a response from /v1/completions.
 type completion struct {
 	Choices []struct {
 		Text   string
@@ -38,7 +38,8 @@ type completion struct {
 // same 1,000 greedy tokens, and that the run's GGUF file has the same weights as the saved model.
 func TestRoundTrip(t *testing.T) {
 	model := filepath.Join(t.TempDir(), "model")
-	// In bfloat16, the saved weights would be rounded, and those of the GGUF file would not.
+	// The saved model must not round its weights to bfloat16, because the GGUF file keeps them in
+	// float32.
 	_, err := kasmina(t, "convert", "--model", tiny, "--out", model, "--precision", "f32")
 	require.NoError(t, err)
 	text, err := os.ReadFile(filepath.Join(model, "config.json"))
@@ -53,7 +54,7 @@ func TestRoundTrip(t *testing.T) {
 	converted := filepath.Join(t.TempDir(), "converted.gguf")
 	_, err = kasmina(t, "convert", "--model", out, "--out", converted, "--gguf", "f32")
 	require.NoError(t, err)
-	weights := func(path string) []byte { // which are at the end of a file
+	weights := func(path string) []byte { // the last bytes of the file
 		d, err := gguf.Describe(path)
 		require.NoError(t, err)
 		size := 0

@@ -44,8 +44,8 @@ func matrixOf(out, in int, sigma []float64, r *rand.Rand) (g []float32, right []
 	return g, right
 }
 
-// TestOf checks that Of finds the largest singular values and their directions for matrices
-// of various shapes, and that its result is reproducible.
+// TestOf compares singular values and directions with the known ones for matrices of various shapes, and
+// checks that the result is reproducible.
 func TestOf(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for _, shape := range [][2]int{{40, 70}, {70, 40}, {12, 12}, {300, 20}} {
@@ -74,8 +74,9 @@ func TestOf(t *testing.T) {
 	}
 }
 
-// TestLowRank checks that Of returns no more directions than the rank of the gradient, and
-// none if it is 0 or not finite.
+// TestLowRank checks that directions beyond the rank of the gradient have singular values of almost 0,
+// that there are no more directions than columns, and that a gradient that is 0 or not finite has no
+// directions.
 func TestLowRank(t *testing.T) {
 	g := make([]float32, 6*5)
 	require.Empty(t, Of(g, 6, 5, 3).Directions)

@@ -10,14 +10,15 @@ import (
 	"slices"
 )
 
-// shares are the shares of LoRA's largest gain on the new text at which forgetting is compared.
+// shares lists fractions of LoRA's largest gain on the new text. summarize compares forgetting at each
+// fraction.
 var shares = []float64{0.5, 0.7, 0.9}
 
-// A frontier holds the points that no other point of the same way of tuning beats: the least rise of the loss on
-// the old text for each loss on the new text. Losses on the new text decrease, and rises increase.
+// A frontier holds the best points of a way of tuning: for each loss on the new text, the smallest rise
+// of the loss on the old text. Losses on the new text decrease along the frontier, and rises increase.
 type frontier []point
 
-// newFrontier returns the frontier of points whose Old is the rise.
+// newFrontier returns the frontier of the points. Their Old field holds the rise rather than the loss.
 func newFrontier(all []point) (f frontier) {
 	slices.SortFunc(all, func(a, b point) int { return cmp.Or(cmp.Compare(a.Old, b.Old), cmp.Compare(a.New, b.New)) })
 	for _, p := range all {
@@ -28,7 +29,7 @@ func newFrontier(all []point) (f frontier) {
 	return f
 }
 
-// at returns the rise at a loss on the new text, interpolated linearly. It returns NaN if the frontier does not
+// at returns the rise at a loss on the new text, interpolated linearly, or NaN if the frontier does not
 // reach the loss.
 func (f frontier) at(loss float64) float64 {
 	i := slices.IndexFunc(f, func(p point) bool { return p.New <= loss })
@@ -42,19 +43,19 @@ func (f frontier) at(loss float64) float64 {
 	return a.Old + (b.Old-a.Old)*(a.New-loss)/(a.New-b.New)
 }
 
-// A summary describes a way of tuning, over all seeds.
+// A summary describes a way of tuning across all seeds.
 type summary struct {
 	Arm    string  `json:"arm"`
 	Params int     `json:"params"`
-	Best   float64 `json:"best_new_loss"` // mean of the best losses on the new text
-	Rise   float64 `json:"rise_there"`    // mean of the rises on the old text at these
+	Best   float64 `json:"best_new_loss"` // mean over the seeds of the best loss on the new text
+	Rise   float64 `json:"rise_there"`    // mean rise on the old text at the best loss
 
-	// Ratios are the rises relative to those of LoRA at all ranks, at each of the shares: mean, least and
-	// largest over the seeds. A ratio is null if a seed does not reach the loss.
+	// Ratios compares the rise with LoRA's frontier over all ranks at each of the shares. It holds the
+	// mean, smallest and largest ratio over the seeds, or nulls if some seed does not reach the loss.
 	Ratios [][3]*float64 `json:"ratios"`
 }
 
-// curvesOf returns the frontiers of each way of tuning by seed. The curve of "" is that of LoRA at all ranks.
+// curvesOf returns the frontiers by way of tuning and seed. The name "" represents LoRA at all ranks.
 func curvesOf(records []record) map[string]map[uint64]frontier {
 	points := map[string]map[uint64][]point{}
 	add := func(name string, r record) {
