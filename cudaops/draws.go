@@ -44,7 +44,7 @@ type draws struct {
 	next   int
 }
 
-// drawsInFlight is the number of calls of Draw whose tokens can be awaited at the same time.
+// drawsInFlight is the maximum number of Draw calls with pending tokens.
 const drawsInFlight = 3
 
 // newDraws allocates the host memory of a machine that draws tokens.
@@ -74,9 +74,9 @@ func newDraws(m *Machine) (*draws, error) {
 // Draw runs the graph like [Machine.Run] and draws a token for every row of the logits that has a rule. The machine
 // must have been made with [WithDraws].
 //
-// Draw returns once the work has been enqueued. The function that it returns waits for the tokens. They are −1 for
-// rows without a rule, and for rows whose logits are not finite or exclude all tokens. Up to three calls may be
-// awaited at the same time, in order.
+// Draw returns once the work has been enqueued. The returned function waits for the tokens. A token is −1
+// if its row has no rule, or if the row's logits are not finite or exclude all tokens. Up to three calls
+// may be pending at the same time. Wait for them in order.
 func (m *Machine) Draw(ctx context.Context, p sampling.Pass) (wait func() ([]int, error), err error) {
 	defer annotate("Machine.Draw", &err)
 	if err := usable(m); err != nil {

@@ -54,8 +54,8 @@ func frozenModel(t *testing.T, typ cpuops.WeightType, c Config, tuned ...string)
 	return frozen, wide
 }
 
-// TestFrozenModel compares training on frozen weights of each type with training a float64 model that has the
-// weights which they represent: the losses of all steps, and the merged weights.
+// TestFrozenModel trains a model on frozen weights of each type, and compares the loss of every step and
+// the merged weights with a float64 model that has the represented weights.
 func TestFrozenModel(t *testing.T) {
 	c := maskedConfig()
 	for _, typ := range frozenTypes {
@@ -84,8 +84,8 @@ func TestFrozenModel(t *testing.T) {
 	}
 }
 
-// TestFrozenGradients compares the first gradients on frozen weights with those of a float64 model that has the
-// weights which they represent.
+// TestFrozenGradients compares the first gradients on frozen weights with the gradients of a float64
+// model that has the represented weights.
 func TestFrozenGradients(t *testing.T) {
 	c := maskedConfig()
 	for _, typ := range frozenTypes {
@@ -253,7 +253,7 @@ func TestFrozenResume(t *testing.T) {
 	require.ErrorIs(t, make(cpuops.Float8).Resume(t.Context(), path), ErrArchitecture)
 }
 
-// TestFrozenErrors checks what a model with frozen weights refuses.
+// TestFrozenErrors checks the errors for uses that frozen weights do not support.
 func TestFrozenErrors(t *testing.T) {
 	c := maskedConfig()
 	m, _ := frozenModel(t, cpuops.NF4, c)

@@ -169,7 +169,8 @@ func BenchmarkLookup(b *testing.B) {
 	}
 }
 
-// followTexts asks for the logits after each token of given texts, and returns the time without the prompts.
+// followTexts requests the logits after each token of fixed texts, and returns the time this takes,
+// without the prompts.
 func followTexts(b *testing.B, m *CompactModel, texts, lookup int, repeats bool) time.Duration {
 	batcher, err := NewCompactBatcher(m, BatcherOptions{Texts: texts, Lookup: lookup})
 	require.NoError(b, err)

@@ -35,8 +35,8 @@ type RankGrowthConfig struct {
 	Batches int
 }
 
-// A RankGrowth is a [Part] that grows and prunes the ranks of adapters while a model learns. It requires a
-// model with adapters whose LoRA is Growing. Their first values are not used.
+// A RankGrowth is a [Part] that grows and prunes the ranks of adapters while a model learns. It requires
+// a model with adapters that have LoRA.Growing set, and ignores the initial values of the adapters.
 //
 // At each time it listens to the new text, and to the old text if there is one. From the gradients of random
 // probes it finds, for each weight w, the directions a of its input along which a rank b·a would gain the most
@@ -48,14 +48,15 @@ type RankGrowthConfig struct {
 // gradient of w for the outputs that g changes. The denominator approximates the rise of the loss on the old
 // text when w changes along a. Without an old text, the directions are the singular vectors of g.
 //
-// The directions with the largest values per parameter, over all weights, become the new ranks. They start with
-// b = 0, so growth leaves the function of the model unchanged. Existing ranks keep their values and moments.
+// The directions with the largest values per parameter, over all weights, become the new ranks. They
+// start with b = 0, so growth does not change the function of the model. Existing ranks keep their values
+// and moments.
 //
 // Before growing, it prunes the ranks that do not pay. The effect of a rank on a text is the mean square of the
 // derivative of the loss with respect to a factor on b·a. A rank is pruned if its effect on the new text is small
 // compared with other ranks, or smaller than its effect on the old text.
 //
-// After a [Retention] has rolled the model back, nothing grows or is pruned any more.
+// After a [Retention] has rolled the model back, ranks are no longer grown or pruned.
 type RankGrowth struct {
 	config  RankGrowthConfig
 	targets []string // the layers that may have adapters
@@ -66,7 +67,7 @@ type RankGrowth struct {
 const (
 	probeRank    = 16   // directions found for each weight at a time
 	probeDamping = 0.03 // ε, relative to the mean of the diagonal of c
-	pruneBelow   = 0.05 // effect of a rank on the new text, relative to the mean of all ranks, below which it is pruned
+	pruneBelow   = 0.05 // ranks with a smaller effect on the new text, relative to the mean of all ranks, are pruned
 )
 
 var (
@@ -164,14 +165,14 @@ func (r *RankGrowth) PrepareStep(u Turn) error {
 	return r.grow(u)
 }
 
-// A rankTarget is a layer whose adapter may grow.
+// A rankTarget is a layer with an adapter that may grow.
 type rankTarget struct {
 	name    string
 	out, in int
 	scale   float64
 	a, b    []float32 // the ranks that remain: [rank, in] and [out, rank]
 	rank    int
-	kept    []int // indices of the remaining ranks among those before
+	kept    []int // indices of the remaining ranks before pruning
 
 	y          []float32   // [out, probes]: the gradient of the new text, times random directions
 	m          []float32   // [probes, in]: the main outputs of the gradient of the new text
@@ -193,7 +194,7 @@ func (r *RankGrowth) grow(u Turn) error {
 		return err
 	}
 
-	// Ranks that have never learned are replaced like all that do not pay.
+	// targetsOf omits ranks that have never learned, so growth replaces them like pruned ranks.
 	all := r.targetsOf(now)
 	if err := r.listen(u, now, all); err != nil {
 		return fmt.Errorf("listening to the gradients of the adapters: %w", err)
@@ -332,7 +333,7 @@ func (r *RankGrowth) listen(u Turn, now modelState, all []*rankTarget) error {
 			t.m = make([]float32, t.probes()*t.in)
 		}
 
-		// The derivative with respect to a factor on b·a is that of a factor on a.
+		// Scaling b·a is the same as scaling a, so the gradient of a gives the derivative.
 		for k := range t.rank {
 			derivative := 0.0
 			for i, x := range t.a[k*t.in:][:t.in] {
@@ -454,7 +455,7 @@ func denseOf(dt tensor.Dtype, rows, columns int, x []float32) *tensor.Dense {
 	})
 }
 
-// joinColumns returns the matrix whose rows are those of two matrices with m and n columns.
+// joinColumns concatenates the rows of two matrices with m and n columns.
 func joinColumns(x, y []float32, rows, m, n int) []float32 {
 	all := make([]float32, 0, rows*(m+n))
 	for i := range rows {
@@ -463,7 +464,7 @@ func joinColumns(x, y []float32, rows, m, n int) []float32 {
 	return all
 }
 
-// prune drops the ranks that do not pay, and returns their number.
+// prune drops the ranks that do not pay, and returns the number of dropped ranks.
 func prune(all []*rankTarget) (pruned int) {
 	sum, n := 0.0, 0
 	for _, t := range all {
@@ -706,9 +707,9 @@ func (r *RankGrowth) next(now modelState, all []*rankTarget) (next modelState, e
 	return next, nil
 }
 
-// grownMoment returns the optimizer state of a matrix after its layer's ranks have changed. Remaining ranks keep
-// their moments. New ranks start with a first moment of 0 and with the mean second moment of the others, so that
-// their first steps are no larger than those of the others.
+// grownMoment returns the optimizer state of a matrix after its layer's ranks have changed. Remaining
+// ranks keep their moments. New ranks start with a first moment of 0 and the mean second moment of the
+// remaining ranks, so that their first steps are no larger than the steps of the remaining ranks.
 func (t *rankTarget) grownMoment(s optim.Tensor, shape []int, isA bool) (optim.Tensor, error) {
 	switch x := s.Data.(type) {
 	case []int64: // the number of steps

@@ -12,7 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
-// oldText returns a text whose answers never occur in the text that newTuningTrainer trains on.
+// oldText returns a text with answers that never occur in the training text of newTuningTrainer.
 func oldText(t *testing.T, c Config) *data.Evaluation {
 	t.Helper()
 	all := masked(12)
@@ -59,9 +59,9 @@ func useRetention(t *testing.T, tr *Trainer, budget float64) {
 	require.NoError(t, tr.Use(r))
 }
 
-// TestRetention checks that a run with a forgetting budget ends within it although the same run without one
-// does not, that it says so, that the model still learns, and that a resumed run continues bit for bit,
-// before and after a rollback.
+// TestRetention checks that a run with a forgetting budget ends within the budget although the same run
+// without a budget does not, that the run reports its rollbacks, that the model still learns, and that a
+// resumed run continues bit for bit before and after a rollback.
 func TestRetention(t *testing.T) {
 	for name, start := range retentionModels(t) {
 		t.Run(name, func(t *testing.T) {
@@ -126,8 +126,8 @@ func TestRetention(t *testing.T) {
 	}
 }
 
-// TestRetentionEnds checks that a run ends early once the learning rate has been halved often enough, with the
-// model from before the first violation, also after a Resume.
+// TestRetentionEnds checks that a run ends early once the learning rate has been halved often enough,
+// that it ends with the model from before the first violation, and that the same holds after a Resume.
 func TestRetentionEnds(t *testing.T) {
 	start := retentionModels(t)["adapters"]
 	tr := start()
@@ -153,7 +153,7 @@ func TestRetentionEnds(t *testing.T) {
 	require.Equal(t, []EventKind{RunStart, Complete, RunEnd}, kinds)
 }
 
-// TestRetentionErrors checks that arguments that make no sense are refused.
+// TestRetentionErrors checks the errors for invalid arguments.
 func TestRetentionErrors(t *testing.T) {
 	text := oldText(t, maskedConfig())
 	for _, c := range []RetentionConfig{{Budget: 1}, {Text: text}, {Text: text, Budget: math.NaN()},

@@ -134,8 +134,8 @@ func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err er
 	x, weights, scales, g := opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[T](in, 2),
 		opbase.Slice[T](in, 4)
 
-	// The machine may have passed copies of the weights to the forward pass, in which case those
-	// passed to the backward pass still need their start.
+	// The machine may have passed copies of the weights to the forward pass. The weights passed to the
+	// backward pass then still need their start.
 	if err := startSlots(o, k, weights, scales); err != nil {
 		return err
 	}
@@ -253,8 +253,8 @@ func (o *KasminaOp) attached(p *state.Pass) error {
 	return nil
 }
 
-// startSlots writes the identity start to unwritten slots of active seeds, whose weights and scale
-// are all 0.
+// startSlots writes the identity start to the unwritten slots of active seeds. The weights and scale of
+// an unwritten slot are all 0.
 func startSlots[T cpu.Float](o *KasminaOp, k *cpukasmina.Layer[T], weights, scales []T) error {
 	for i := range k.Active {
 		s := &k.Active[i]
@@ -272,9 +272,9 @@ func startSlots[T cpu.Float](o *KasminaOp, k *cpukasmina.Layer[T], weights, scal
 	return nil
 }
 
-// draw returns the random seed for the identity start of a slot. It depends on the name of the
-// layer's weights, the seed and the slot, so it is the same in every run of a program and differs
-// between layers whose weights are named differently.
+// draw returns the random seed for the identity start of a slot. It depends on the name of the layer's
+// weights, the seed and the slot, so it is the same in every run of a program, and layers with different
+// weight names get different seeds.
 func (o *KasminaOp) draw(seed, slot int) uint64 {
 	h := fnv.New64a()
 	fmt.Fprint(h, o.inputs[1].Name())

@@ -81,8 +81,8 @@ func (c *Client) Reports(ctx context.Context, run string) ([]state.Report, error
 	return reports, nil
 }
 
-// Do carries out commands after the current step. If one of them is rejected, none takes effect. Do
-// waits until the step ends or ctx is done.
+// Do carries out commands after the current step. If any command is rejected, none takes effect. Do waits
+// until the step ends or ctx is done.
 func (c *Client) Do(ctx context.Context, run string, commands ...state.Command) error {
 	return c.order(ctx, run, "commands", Commands{Request{Who: c.Who}, commands})
 }
@@ -104,7 +104,7 @@ func (c *Client) Stop(ctx context.Context, run, why string) error {
 	return c.order(ctx, run, "stop", Request{c.Who, why})
 }
 
-// pollEvery is the interval at which a client queries a pending order.
+// pollEvery is the interval between a client's queries about a pending order.
 const pollEvery = 500 * time.Millisecond
 
 // order sends a request to the run and waits for the result.

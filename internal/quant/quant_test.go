@@ -175,7 +175,8 @@ func float32s(raw []byte) []float32 {
 	return x
 }
 
-// TestBuilder checks that a matrix stored in parts equals one stored at once, and what Set rejects.
+// TestBuilder checks that a matrix stored in parts equals one stored at once, and that Set rejects
+// invalid parts.
 func TestBuilder(t *testing.T) {
 	r := randtest.New(t)
 	const rows, cols = 96, 10

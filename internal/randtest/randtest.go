@@ -1,5 +1,5 @@
-// Package randtest provides random but reproducible test inputs that differ from run to run, and tells tests
-// how much to repeat.
+// Package randtest provides reproducible random test inputs that differ from run to run, and controls how
+// often tests repeat their checks.
 package randtest
 
 import (

@@ -5,8 +5,8 @@ import (
 	"unicode/utf8"
 )
 
-// A content is a deterministic automaton over the characters of a string. As with a lexer, every state it
-// reaches can be completed to a text that it accepts.
+// A content is a deterministic automaton over the characters of a string. As with a lexer, every
+// reachable state can be completed to an accepted text.
 type content interface {
 	start() int
 	next(state int, r rune) int
@@ -53,8 +53,8 @@ func (t *textLexer) start() int {
 	return t.intern(textState{content: c})
 }
 
-// similar returns a state that behaves like the given one for a number of bytes, so that fewer states need to be
-// examined.
+// similar returns a state that behaves like the given state for a number of bytes, which reduces the
+// number of states to examine.
 func (t *textLexer) similar(state, bytes int) int {
 	l, ok := t.content.(length)
 	if !ok {
@@ -114,8 +114,8 @@ func (t *textLexer) next(state int, b byte) int {
 // A runeRange is a range of characters, which may include surrogates although they are no characters.
 type runeRange struct{ low, high rune }
 
-// encoded returns the characters with encodings in UTF-8 that start with the given bytes, and whether the
-// bytes are a whole encoding.
+// encoded returns the range of characters with a UTF-8 encoding that starts with the given bytes, and
+// whether the bytes are a complete encoding.
 func encoded(part string) (ranges []runeRange, whole bool) {
 	r, n := utf8.DecodeRuneInString(part)
 	switch {
@@ -207,8 +207,8 @@ func hexRange(digits string) (low, high rune, ok bool) {
 	return low, high, true
 }
 
-// A length accepts texts with least to most characters. If most is negative, there is no upper limit. The
-// state is the number of characters, up to the largest number that matters.
+// A length accepts texts of at least least and at most most characters; a negative most means no limit.
+// The state is the number of characters read, capped where more characters make no difference.
 type length struct{ least, most int }
 
 func (l length) start() int {
@@ -228,7 +228,7 @@ func (l length) next(state int, _ rune) int {
 	return state + 1
 }
 
-// similar returns a state that behaves like the given one for a number of characters.
+// similar returns a state that behaves like the given state for a number of characters.
 func (l length) similar(state, characters int) int {
 	unlimited := func(state int) bool { return l.most < 0 || l.most-state > characters }
 	switch {
@@ -246,8 +246,8 @@ func (l length) any(state int, low, high rune) bool {
 
 func (l length) accepts(state int) bool { return state >= l.least }
 
-// An others accepts all texts except the listed ones. Its state is the index of the text so far among the
-// prefixes of the listed texts, or len(starts) if it is not one of them.
+// An others accepts all texts except the listed ones. A state is the index in starts of the text read so
+// far, or len(starts) if no listed text starts with this text.
 type others struct {
 	starts []string
 	listed map[string]bool

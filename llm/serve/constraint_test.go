@@ -53,7 +53,7 @@ func valid(t *testing.T, schema, text string) {
 	require.NoError(t, compiled.Validate(value), text)
 }
 
-// TestAnswerFormats checks that answers have the form that a request asks for, however random the model is.
+// TestAnswerFormats checks that even a model with random logits answers in the requested format.
 func TestAnswerFormats(t *testing.T) {
 	isPerson := func(t *testing.T, text string) { valid(t, person, text) }
 	isObject := func(t *testing.T, text string) {
@@ -99,7 +99,7 @@ func TestAnswerFormats(t *testing.T) {
 		})
 	}
 
-	// An answer that is cut off says so.
+	// A truncated answer reports the truncation.
 	m := newModel(t, random{1}, chatTemplate)
 	c := serveModel(t, m, Options{})
 	a := c.ok(chatPath, with(`"json_schema":`+person, `"max_tokens":3`))
@@ -155,7 +155,7 @@ func TestForcedCalls(t *testing.T) {
 		}
 	}
 
-	// With a format of the answer, the model may also call a tool.
+	// If the answer has a format, the model may still call a tool instead.
 	for seed := range 10 {
 		a := c.ok(chatPath, with(two, `"json_schema":`+person, `"max_tokens":1500`, `"temperature":1`, fmt.Sprintf(`"seed":%d`, seed)))
 		if a.at("choices.0.finish_reason") == "stop" {

@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestFormatsOfLlamaCpp checks forms of answers that the tests of llama.cpp's server also use.
+// TestFormatsOfLlamaCpp checks response formats from the tests of llama.cpp's server.
 func TestFormatsOfLlamaCpp(t *testing.T) {
 	m := newModel(t, random{5}, chatTemplate)
 	m.Context = 1024
@@ -32,7 +32,7 @@ func TestFormatsOfLlamaCpp(t *testing.T) {
 	}
 }
 
-// TestMixedPrompts checks prompts of tokens and texts.
+// TestMixedPrompts checks prompts that mix tokens and text.
 func TestMixedPrompts(t *testing.T) {
 	var got []int
 	c := serve(t, &fake{script: func(prompt []int) []int { got = prompt; return says("ok") }}, Options{})
@@ -54,8 +54,8 @@ func TestMixedPrompts(t *testing.T) {
 	}
 }
 
-// TestTooLongStream checks that a stream whose prompt is too long is refused before it starts, with a code that
-// clients can recognize.
+// TestTooLongStream checks that the server rejects a stream with too long a prompt before the stream
+// starts, with an error code that clients can recognize.
 func TestTooLongStream(t *testing.T) {
 	c := serve(t, &fake{answer: says("ok")}, Options{})
 	prompt := make([]int, 128)
@@ -67,7 +67,7 @@ func TestTooLongStream(t *testing.T) {
 	require.Contains(t, e.at("error.message"), "128 tokens")
 }
 
-// TestSeveralChoices checks that choices of a conversation differ, and that each is complete.
+// TestSeveralChoices checks that the choices of a response differ, and that each choice is complete.
 func TestSeveralChoices(t *testing.T) {
 	c := serve(t, random{2}, Options{})
 	a := c.ok(chatPath, with(`"n":3`, `"temperature":1`, `"max_tokens":8`, `"seed":1`))
@@ -80,12 +80,12 @@ func TestSeveralChoices(t *testing.T) {
 	}
 	require.Len(t, seen, 3)
 
-	// The same seed gives the same answers, and another one does not.
+	// The same seed gives the same answers, and a different seed gives different answers.
 	require.Equal(t, a.at("choices"), c.ok(chatPath, with(`"n":3`, `"temperature":1`, `"max_tokens":8`, `"seed":1`)).at("choices"))
 	require.NotEqual(t, a.at("choices"), c.ok(chatPath, with(`"n":3`, `"temperature":1`, `"max_tokens":8`, `"seed":9`)).at("choices"))
 }
 
-// TestToolErrors checks that a failed tool's result reaches the model, with a text before it.
+// TestToolErrors checks that the model sees a failed tool's result, and the text before the result.
 func TestToolErrors(t *testing.T) {
 	var got []int
 	m := newModel(t, &fake{script: func(prompt []int) []int { got = prompt; return says("ok") }}, chatTemplate)

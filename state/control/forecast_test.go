@@ -19,8 +19,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// A simulation is a run whose loss follows the law of Forecast after a steep start. It spends a budget
-// of FLOPs.
+// A simulation is a run with a budget of FLOPs. After a steep start, its loss follows the law of
+// Forecast.
 type simulation struct {
 	blocks   int
 	epochs   int     // of a run that never grows
@@ -37,7 +37,7 @@ const (
 	fallTokens      = 16e6
 )
 
-// cost returns the FLOPs of a token, in relation to a block. Embeddings cost as much as two blocks.
+// cost returns the FLOPs per token, relative to a block. Embeddings cost as much as two blocks.
 func (s simulation) cost(blocks int) float64 { return float64(blocks) + 2 }
 
 // result describes a simulated run.
@@ -163,7 +163,7 @@ func TestForecastDependsOnTheBudget(t *testing.T) {
 	}
 }
 
-// never returns a controller whose model has no growth to choose from.
+// never returns a controller that finds no growth to choose from.
 func never() *control.Forecast {
 	f := control.NewForecast(blueprints.Stack, 2)
 	f.Tolerance = 0.99
@@ -220,8 +220,9 @@ func TestForecastPerToken(t *testing.T) {
 	}
 }
 
-// TestForecastPerTokenRefuses checks that a run limited by steps leaves a trained model as it is if so few
-// tokens are left that more blocks would hardly lower the loss, and that it grows with more tokens.
+// TestForecastPerTokenRefuses checks that a run limited by steps does not grow a trained model if so few
+// tokens remain that more blocks would hardly lower the loss, and that the model grows if more tokens
+// remain.
 func TestForecastPerTokenRefuses(t *testing.T) {
 	for _, c := range []struct {
 		budget float64
@@ -237,8 +238,8 @@ func TestForecastPerTokenRefuses(t *testing.T) {
 	}
 }
 
-// TestForecastReviews checks that the review of a run repeats the predictions behind its decisions and states
-// how far the final loss is from them.
+// TestForecastReviews checks that the review of a run repeats the predictions that led to its decisions,
+// and states how far the final loss is from these predictions.
 func TestForecastReviews(t *testing.T) {
 	predicted := regexp.MustCompile(`predicted final loss ([\d.]+) without growth, ([\d.]+) if it now grows`)
 	s := simulation{blocks: 3, epochs: 200, budget: 200}

@@ -39,7 +39,7 @@ func (c *compiler) joinSteps() {
 func launchOf(c *program.Call) any { return c.Bind((*program.Array).StandIn) }
 
 // joined returns a single call that replaces the given calls, or nil if they should remain separate. all
-// begins with these calls and also contains the calls after them.
+// consists of these calls and the calls after them.
 func (c *compiler) joined(calls, all []*program.Call) *program.Call {
 	attends := false
 	for _, call := range calls {
@@ -97,7 +97,8 @@ func (c *compiler) prefers(joint *program.Call, step *decode.Step, calls []*prog
 }
 
 // needsHidden reports whether anything other than the given calls reads a result that a decode.Step does
-// not write: the statistics of a norm, or its weights plus 1. all begins with the given calls.
+// not write: the statistics of a norm, or its weights plus 1. all consists of the given calls and the
+// calls after them.
 func (c *compiler) needsHidden(calls, all []*program.Call) bool {
 	hidden := map[*program.Buffer]bool{}
 	for _, call := range calls {

@@ -45,13 +45,13 @@ type Rule struct {
 	// Repetition divides the positive logits of tokens that have occurred, and multiplies their negative
 	// logits. Presence and Frequency are subtracted as [Entry.Drawn] describes.
 	Repetition, Presence, Frequency float32
-	// Entries lists the tokens whose logits change, by increasing id.
+	// Entries lists changes to the logits of tokens, by increasing id.
 	Entries []Entry
 	// Pending lists tokens that have been drawn since Entries was made.
 	Pending []int
 }
 
-// An Entry describes a token whose logit changes.
+// An Entry describes how the logit of a token changes.
 type Entry struct {
 	ID       int
 	Occurred bool // in the text, so that Repetition applies
@@ -63,13 +63,13 @@ type Entry struct {
 
 // A Pass describes the tokens to draw in a pass over a model on a device.
 type Pass struct {
-	// From lists, for each of the first rows of the pass, the row of the preceding pass whose token it takes as its
-	// own input, or −1 for a row with an input from the host.
+	// From has an element for each of the first rows of the pass: the row of the preceding pass that
+	// supplies the input token, or −1 if the host supplies the token.
 	From []int
 	// Rules has a rule for each of the first rows with logits, or nil for a row without a token.
 	Rules []*Rule
-	// Rows lists the rows of the pass that have logits. The pending token of a rule, of which there may be one, is
-	// the input of its row.
+	// Rows lists the rows of the pass that have logits. If a rule has a pending token, this token is the
+	// input of the rule's row. A rule may have at most one.
 	Rows []int
 }
 
@@ -93,7 +93,8 @@ const (
 	exp6 = 0.0002187005903097338
 )
 
-// Weight returns the weight of a token whose logit is below the largest one by −d ≥ 0.
+// Weight returns the weight of a token. d ≤ 0 is the difference between the token's logit and the largest
+// one.
 func Weight(d, scale float32) uint64 {
 	y := float32(d * scale)
 	if !(y > smallest) {
@@ -278,7 +279,7 @@ func adjusted[T cpu.Float](r *Rule, logit T, e Entry) T {
 
 // mostProbable appends the k most probable tokens to choices, in any order.
 func mostProbable[T cpu.Float](choices []choice[T], x []T, k int) []choice[T] {
-	bound := T(math.Inf(-1)) // the smallest logit of the choices once there are k of them
+	bound := T(math.Inf(-1)) // the smallest logit of the choices once there are k choices
 	for id, v := range x {
 		if v <= bound {
 			continue // later ids lose ties

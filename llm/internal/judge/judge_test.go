@@ -13,7 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// A model is a network of two seeds with losses that depend on the stages that a forward pass sees.
+// A model is a network of seeds with losses that depend on the stages in a forward pass.
 type model struct {
 	seeds   *state.Network
 	lattice *state.Lattice
@@ -21,7 +21,7 @@ type model struct {
 	loss    func(batch int, stages []state.Stage) float64
 }
 
-// newModel returns a model whose seeds are in the given stages.
+// newModel returns a model with one seed in each of the given stages.
 func newModel(t *testing.T, stages ...state.Stage) *model {
 	lattice, err := state.NewLattice(len(stages), 8, state.WithoutGates())
 	require.NoError(t, err)
@@ -54,8 +54,8 @@ func (m *model) judge(t *testing.T) Judge {
 	}}
 }
 
-// TestAdd checks the metrics of a seed in Training, which is tried at full strength, and of one under
-// evaluation, which is muted. Both are shown again afterwards.
+// TestAdd checks the metrics of two seeds: one in Training, which is tested at full strength, and one
+// under evaluation, which is muted. Both must be restored afterwards.
 func TestAdd(t *testing.T) {
 	m := newModel(t, state.Training, state.Evaluating)
 	m.loss = func(batch int, stages []state.Stage) float64 {
@@ -146,7 +146,7 @@ func TestDepth(t *testing.T) {
 	for epoch := 1; epoch <= 44; epoch++ {
 		p := state.Point{Epoch: epoch, Share: float64(epoch) / 100}
 		if p.Loss = law(p.Share); epoch > 40 {
-			p.Loss -= 0.1 // what the growth has gained
+			p.Loss -= 0.1 // the gain from the growth
 		}
 		points = append(points, p)
 	}

@@ -1,9 +1,9 @@
-// Package forgetting measures how much a model forgets while it learns a new kind of text, for the program
-// bench.
+// Package forgetting measures how much a model forgets while it learns a new kind of text, for the
+// program bench.
 //
-// It trains a small base model on the sources of Go, tunes it on English prose in many ways, and records the
-// losses on held-out text of both kinds during each run. One way of tuning is better than another if it forgets
-// less at the same loss on the new text, whatever learning rate and number of steps this takes.
+// It trains a small base model on the sources of Go, tunes it on English prose in many ways, and records
+// the losses on held-out text of both kinds during each run. A way of tuning is better than another if it
+// forgets less at the same loss on the new text, whatever learning rate and number of steps it needs.
 package forgetting
 
 import (
@@ -29,7 +29,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// config describes the base model, whose tokens are bytes.
+// config describes the base model, a model of bytes.
 var config = llm.Config{Vocab: 256, Dim: 128, Layers: 5, Heads: 4, Seq: 128}
 
 const (
@@ -44,16 +44,16 @@ const (
 type arm struct {
 	name  string
 	rates []float64
-	rank  int  // of adapters; 0 for none
+	rank  int  // rank of the adapters; 0 without adapters
 	rs    bool // rank-stabilized
 	grows bool // the ranks grow
-	old   bool // directions avoid what the old text uses
-	fixed bool // the matrices a stay as they are chosen
+	old   bool // directions that the old text uses are avoided
+	fixed bool // the matrices a are fixed once their directions have been chosen
 	chunk bool // chunk seeds
 }
 
-// arms returns all ways of tuning. Each has three learning rates, and matrices a that stay as they are a higher one,
-// because half of the parameters do not learn.
+// arms returns all ways of tuning, with three learning rates each. If the matrices a are fixed, only half
+// of the parameters learn, so a fourth and higher rate is added.
 func arms() []arm {
 	adapter, weights := []float64{1e-3, 3e-3, 1e-2}, []float64{1e-4, 3e-4, 1e-3}
 	return []arm{
@@ -149,7 +149,7 @@ func readRecords(path string) (all []record, err error) {
 	return all, err
 }
 
-// train makes the runs that are not in the records.
+// train makes the runs without a record.
 func (o options) train(ctx context.Context, records []record, stderr io.Writer) ([]record, error) {
 	texts, err := openTexts(ctx)
 	if err != nil {
@@ -162,7 +162,7 @@ func (o options) train(ctx context.Context, records []record, stderr io.Writer) 
 	}
 	defer file.Close()
 
-	// If a killed process left its last line incomplete, the next record starts a line of its own.
+	// A killed process may have left its last line incomplete, so end this line.
 	if _, err := file.Write([]byte{'\n'}); err != nil {
 		return nil, err
 	}
@@ -208,10 +208,10 @@ func (o options) train(ctx context.Context, records []record, stderr io.Writer) 
 	return records, nil
 }
 
-// texts are the two kinds of text.
+// texts holds the two kinds of text.
 type texts struct {
 	old, new         data.Tokens
-	heldOld, heldNew *data.Evaluation // to measure on
+	heldOld, heldNew *data.Evaluation // for measurements
 	listen           *data.Evaluation // old text that growing adapters listen to
 }
 
@@ -253,7 +253,8 @@ func openTexts(ctx context.Context) (t texts, err error) {
 	return t, nil
 }
 
-// base trains the base model of all runs, or reads the one that an earlier command has trained.
+// base returns the base model of all runs. It loads the model if an earlier command has saved it, and
+// trains it otherwise.
 func (o options) base(ctx context.Context, t texts, stderr io.Writer) (*llm.Model, error) {
 	const seed = 1
 	path := o.in("base.safetensors")
@@ -374,7 +375,8 @@ func (o options) tune(ctx context.Context, t texts, base *llm.Model, a arm, rate
 	return r, nil
 }
 
-// model returns a model to tune that computes the same as the base model, which stays as it is.
+// model returns a model to tune with the same outputs as the base model. It does not modify the base
+// model.
 func (a arm) model(base *llm.Model, seed uint64) (*llm.Model, error) {
 	c := base.Config
 	if a.chunk {

@@ -113,7 +113,7 @@ type program struct {
 
 	// the memory read and written since the last op that waits
 	read, written []region
-	// the vector in shared memory, or the zero region if there is none
+	// the vector in shared memory, or the zero region
 	inHeld region
 	// the original weights of norms, keyed by the result of adding 1 to them
 	plusOne map[gpu.Ptr]gpu.Ptr
@@ -136,8 +136,8 @@ func Supports(l any, d gpu.DeviceInfo) bool {
 	return false
 }
 
-// Check returns an error if the kernel does not support the launches. The addresses need not be those of
-// allocated memory, but matter for alignment and for which launches use the same memory.
+// Check returns an error if the kernel does not support the launches. The addresses may be placeholders,
+// but must have the alignment of the real ones and show which launches use the same memory.
 func (s Step) Check(d gpu.DeviceInfo) error {
 	p, err := s.program(d)
 	if err == nil && p.slots() < 2 {
@@ -312,7 +312,7 @@ func (p *program) add(o op, reads, writes []region, held region) error {
 	return nil
 }
 
-// vector appends an op whose result y has n elements. Every block computes the entire result.
+// vector appends an op with a result y of n elements. Every block computes the entire result.
 func (p *program) vector(o op, y gpu.Ptr, n int, reads []region, more ...region) error {
 	o.p[0], o.n[0] = y, n
 	r := p.row(y, n)

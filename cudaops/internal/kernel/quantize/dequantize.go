@@ -23,9 +23,10 @@ func (a WidenFloat8) Launch(q *kernel.Queue) {
 	q.Run("dequantize", "dequantize_f8"+kernel.Suffix(a.Type), widening(n), a.Y, a.Codes, a.Scales, int64(n), a.D)
 }
 
-// WidenNF4 widens N weights in NF4 to type Type. Two codes share a byte, the first in its upper half. 64
-// weights share a scale in Nested, a code in Table, whose number is multiplied by one of Scales for each 256
-// scales and added to Offset (see internal/quant):
+// WidenNF4 widens N weights in NF4 to type Type. Two codes share a byte, the first in its upper half.
+// Each block of 64 weights shares a scale. Nested holds a code for the scale, which Table maps to a
+// number. The scale is this number times an element of Scales, shared by 256 blocks, plus Offset (see
+// internal/quant):
 //
 //	Y[i] = NF4(Codes[i])·(Table[Nested[i/64]]·Scales[i/64/256] + Offset)
 type WidenNF4 struct {

@@ -37,7 +37,7 @@ const (
 	mostBlocks = 64
 	histograms = 3
 
-	// RuleWords and EntryWords are the numbers of int64 that encode a rule and an entry of it.
+	// RuleWords and EntryWords are the sizes of an encoded rule and an encoded entry, in int64s.
 	RuleWords  = 16
 	EntryWords = 2
 )
@@ -94,14 +94,14 @@ const (
 	kindDraw   = 1
 )
 
-// None encodes that no token is drawn.
+// None encodes the absence of a rule.
 func None(words []int64) {
 	clear(words)
 	words[0] = kindNone
 }
 
-// Encode encodes a rule, of which entries are the first of its entries. A pending token of the rule is the one in
-// the given row of IDs; the rule may have at most one.
+// Encode encodes a rule. entries is the index of the rule's first entry. If the rule has a pending token,
+// this token is in the given row of IDs; a rule may have at most one.
 func Encode(words []int64, r *sampling.Rule, entries, row int) {
 	words[0] = kindDraw
 	if r.Greedy {
@@ -125,7 +125,8 @@ func EncodeEntry(words []int64, e sampling.Entry) {
 	words[1] = pair(math.Float32bits(e.Bias), 0)
 }
 
-// Decode returns the rule that words encode, and whether there is one. ids are the numbers in IDs.
+// Decode returns the rule encoded in words, or false if words encode no rule. ids holds the contents of
+// IDs.
 func Decode(words, entries, ids []int64) (r sampling.Rule, ok bool) {
 	if words[0] == kindNone {
 		return r, false
