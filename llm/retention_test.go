@@ -127,7 +127,7 @@ func TestRetention(t *testing.T) {
 }
 
 // TestRetentionEnds checks that a run ends early once the learning rate has been halved often enough,
-// that it ends with the model from before the first violation, and that the same holds after a Resume.
+// that the final model is the one from before the first violation, and that a Resume also ends at once.
 func TestRetentionEnds(t *testing.T) {
 	start := retentionModels(t)["adapters"]
 	tr := start()

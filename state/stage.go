@@ -11,7 +11,7 @@ type (
 	Transition = lifecycle.Transition
 	// Thresholds are the conditions of the gates; see [lifecycle.Thresholds].
 	Thresholds = lifecycle.Thresholds
-	// Evidence holds the figures by which gates judge; see [lifecycle.Evidence].
+	// Evidence holds the figures that gates judge; see [lifecycle.Evidence].
 	Evidence = lifecycle.Evidence
 	// Shortfall is a condition that keeps a gate shut; see [lifecycle.Shortfall].
 	Shortfall = lifecycle.Shortfall
@@ -46,9 +46,9 @@ func (l *Lattice) Thresholds() (t Thresholds, gated bool) {
 	return l.config.Thresholds, l.config.Gates
 }
 
-// Shortfall returns the condition that keeps a seed from the next stage of its life, [Stage.Next]. It
-// is zero if the gate is open, or if there is none because the lattice has no gates or because the
-// seed has no blueprint, is fossilized, or has reached the end of its blueprint's life.
+// Shortfall returns the condition that keeps a seed from the next stage of its life, [Stage.Next]. It is
+// zero if the gate is open or does not exist, because the lattice has no gates or because the seed has no
+// blueprint, is fossilized, or has reached the end of its blueprint's life.
 func (l *Lattice) Shortfall(seed int) (Shortfall, error) {
 	l.mu.RLock()
 	defer l.mu.RUnlock()

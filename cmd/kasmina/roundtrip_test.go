@@ -94,7 +94,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 	want.Write(d.Flush())
 
-	// A server with the weights in their own type, which is float32.
+	// Serve the weights in float32, the type of the saved files.
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	r, w := io.Pipe()

@@ -114,8 +114,8 @@ func (t *textLexer) next(state int, b byte) int {
 // A runeRange is a range of characters, which may include surrogates although they are no characters.
 type runeRange struct{ low, high rune }
 
-// encoded returns the range of characters with a UTF-8 encoding that starts with the given bytes, and
-// whether the bytes are a complete encoding.
+// encoded returns the characters with UTF-8 encodings that start with the given bytes, and whether the
+// bytes are a complete encoding.
 func encoded(part string) (ranges []runeRange, whole bool) {
 	r, n := utf8.DecodeRuneInString(part)
 	switch {
@@ -207,8 +207,8 @@ func hexRange(digits string) (low, high rune, ok bool) {
 	return low, high, true
 }
 
-// A length accepts texts of at least least and at most most characters; a negative most means no limit.
-// The state is the number of characters read, capped where more characters make no difference.
+// A length accepts texts by their number of characters, from least to most; a negative most means no
+// limit. The state is the number of characters read, capped where more characters make no difference.
 type length struct{ least, most int }
 
 func (l length) start() int {

@@ -293,9 +293,8 @@ func (p *program) operand(at gpu.Ptr, n, flag int) (reads []region, flags int) {
 	}
 }
 
-// add appends an op that reads and writes the given memory, in addition to its weights, and that leaves
-// the vector held in shared memory. The op waits for other blocks if its memory conflicts with earlier
-// ops.
+// add appends an op with the given reads and writes in addition to its weights. held is the vector in
+// shared memory after the op. The op waits for other blocks if its memory conflicts with earlier ops.
 func (p *program) add(o op, reads, writes []region, held region) error {
 	if overlap(reads, writes) {
 		return fmt.Errorf("it overwrites an operand: %w", errUnsupported)
