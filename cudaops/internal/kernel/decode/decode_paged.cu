@@ -1,9 +1,9 @@
-// Attention from the tokens of several sequences to themselves and to the cached keys and values of earlier
-// tokens of their sequences, which are in pages: see decode_attention.cuh.
+// Attention for tokens of several sequences. Each token attends to itself and to the earlier tokens of its
+// sequence, whose keys and values are cached in pages; see decode_attention.cuh.
 //
-// Row r of the table holds the position of a token and the pages of its sequence. decode_append first stores
-// the rotated keys and the values of all rows. Afterwards, tokens of the same sequence can be attended to
-// regardless of their order.
+// Row r of the table contains a token's position and its sequence's pages. decode_append first stores the
+// rotated keys and the values of all rows. Afterwards, the rows can be computed in any order, even if
+// they belong to the same sequence.
 #include "common.cuh"
 #include "decode_attention.cuh"
 

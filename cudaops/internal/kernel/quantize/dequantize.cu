@@ -3,9 +3,10 @@
 //   dequantize_f8:    y[r, c] = E4M3(codes[r, c])·scales[r]
 //   dequantize_nf4:   y[i] = NF4(codes[i])·(table[nested[b]]·scales[b/256] + offset),  b = i/64
 //
-// Two NF4 codes share a byte, of which the upper half is first. All arithmetic is in float32, with the same
-// roundings as on a CPU; the result is then rounded to the storage type. A thread computes kEach consecutive
-// elements, which share a block's scale. n need not be a multiple of kEach, and rows may end within it.
+// Two NF4 codes share a byte, with the first code in the upper half. All arithmetic is in float32, with the same
+// roundings as on a CPU, and the result is then rounded to the storage type. A thread computes kEach consecutive
+// elements of a block, so they share a scale. n need not be a multiple of kEach, and a row may end between the
+// elements of a thread.
 #include "float8.cuh"
 
 constexpr int kEach = 8;
@@ -46,7 +47,7 @@ __device__ __forceinline__ void dequantizeF8(T* y, const f8* codes, const float*
   put(y, at, n, v);
 }
 
-// nf4 has the numbers that the codes represent, as in internal/quant.
+// nf4 contains the values of the codes, as in internal/quant.
 __constant__ float nf4[16] = {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
     -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f,
     0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f,

@@ -8,8 +8,8 @@
 //
 //   1. the largest logit
 //   2. with top-k or top-p, a histogram of counts and weights over buckets of similar weights
-//   3. for each of the two, three histograms over 11, 11 and 10 bits of the logits in the bucket that contains
-//      the last token to keep, which leaves a logit and a number of tokens with exactly this logit
+//   3. for top-k and for top-p, three histograms over 11, 11 and 10 bits of the logits in the bucket that
+//      contains the last token to keep; they yield the token's logit and the number of tied tokens to keep
 //   4. the weight of the tokens to keep in each block
 //
 // The block that contains the token then finds it. Tokens are in the order of their ids.
@@ -27,7 +27,7 @@ constexpr int kLeast = -41, kBuckets = 16;  // weights are 0 below 2^kLeast; buc
 
 enum Kind { kNone = -1, kGreedy = 0, kDraw = 1 };
 
-// Rule is how a row's token is drawn. The fields must match Encode in sample.go.
+// Rule describes how to draw a row's token. The fields must match Encode in sample.go.
 struct Rule {
   int64_t kind;
   u64 uniform;
@@ -49,8 +49,8 @@ struct Entry {
 };
 static_assert(sizeof(Entry) == 8 * kEntryWords, "the host writes words");
 
-// State is the memory that the blocks of a row share. All of it except above and ties is zero before and after
-// a launch.
+// State is the memory shared by the blocks of a row. All of it except above and ties is zero before and after a
+// launch.
 struct State {
   u64 best;  // the key of the largest logit, and the complement of the id
   u32 arrived, left, bad, unused;
@@ -60,7 +60,7 @@ struct State {
   u32 counts[kHistograms][kBins];
 };
 
-// Histogram is the part of a block, in shared memory.
+// Histogram contains a block's counts and weights, in shared memory.
 struct Histogram {
   u64 weights[kBins];
   u32 counts[kBins];
@@ -214,7 +214,7 @@ struct Part {
       const u32 c = __shfl_up_sync(kAllLanes, upTo.count, d);
       if (lane >= d) upTo.weight += w, upTo.count += c;
     }
-    __syncthreads();  // all threads have read the results of the preceding call
+    __syncthreads();  // all threads have read the preceding call's results
     if (lane == kWarp - 1) sums[warp] = upTo;
     __syncthreads();
     for (int w = 0; w < warp; w++) upTo.weight += sums[w].weight, upTo.count += sums[w].count;
@@ -514,6 +514,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int i = threadIdx.x; i < rows; i += kThreads)
     if (from[i] >= 0) {
       const int64_t token = tokens[from[i]];
-      ids[i] = token < 0 ? 0 : token;  // the host ignores what follows a row without a token
+      ids[i] = token < 0 ? 0 : token;  // the host ignores later results of a row without a token
     }
 }
