@@ -1,5 +1,5 @@
 // Attention for tokens of several sequences. Each token attends to itself and to the earlier tokens of its
-// sequence, whose keys and values are cached in pages; see decode_attention.cuh.
+// sequence. Pages contain the cached keys and values; see decode_attention.cuh.
 //
 // Row r of the table contains a token's position and its sequence's pages. decode_append first stores the
 // rotated keys and the values of all rows. Afterwards, the rows can be computed in any order, even if
