@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"testing"
 
@@ -347,8 +348,9 @@ func (o *failingState) SetState(s []optim.Tensor) error {
 }
 
 // TestOptimizerRefusesTwin makes the n-th SetState fail among the calls that end a rolled-back trial.
-// The run must then be resumable from its checkpoint, whether that was saved before or after the
-// failure, and end bit-identical to a run without the failure.
+// The run's checkpoint, whether it was saved before or after the failure, must then hold the parameters
+// and the moments of the same model, and a run resumed from it must end bit-identical to a run without the
+// failure.
 func TestOptimizerRefusesTwin(t *testing.T) {
 	newOptimizer := func() *failingState {
 		o, err := optim.NewAdamW(optim.WithLR(0.01), optim.WithWeightDecay(0))
@@ -360,7 +362,9 @@ func TestOptimizerRefusesTwin(t *testing.T) {
 		r := growthRun{config: querySites(), steps: 20, controller: trialOf(), optimizer: o}
 		return r.trainer(t), o
 	}
+	steps := t.TempDir()
 	straight, _ := start()
+	straight.On(saveSteps(straight, steps))
 	require.NoError(t, straight.Run(t.Context()))
 	want := fileOf(t, straight)
 
@@ -392,6 +396,17 @@ func TestOptimizerRefusesTwin(t *testing.T) {
 			require.ErrorIs(t, err, errNoMemory)
 			resumed, _ := start()
 			require.NoError(t, resumed.Resume(t.Context(), path))
+
+			// The twin may have replaced the model before the failure, but not in part.
+			before, _ := start()
+			require.NoError(t, before.Resume(t.Context(), filepath.Join(steps, fmt.Sprint(resumed.Step()))))
+			sameParams := slices.EqualFunc(before.Model.Params, resumed.Model.Params, func(a, b Param) bool {
+				return reflect.DeepEqual(a.Value.Data(), b.Value.Data())
+			})
+			sameMoments := reflect.DeepEqual(before.Optimizer.State(), resumed.Optimizer.State())
+			require.Equal(t, sameParams, sameMoments,
+				"the checkpoint has the parameters of one model and the moments of another")
+
 			require.NoError(t, resumed.Run(t.Context()))
 			require.True(t, bytes.Equal(want, fileOf(t, resumed)))
 		})
