@@ -26,6 +26,22 @@ type tuning struct {
 	base      cpuops.WeightType // if it is not Float32, the model is loaded with LoadFrozen
 }
 
+// model returns a model with random weights to tune. It has the adapter unless that is zero.
+func (s tuning) model(t *testing.T, c llm.Config) *llm.Model {
+	t.Helper()
+	m, err := llm.NewModel(c, tensor.Float32, 7)
+	require.NoError(t, err)
+	if s.base != cpuops.Float32 {
+		m, err = llm.LoadFrozen(t.Context(), s.base, c, paramReader{m}, s.tuned...)
+		require.NoError(t, err)
+	}
+	if !s.adapter.IsZero() {
+		m, err = llm.Adapt(m, s.adapter, 3)
+		require.NoError(t, err)
+	}
+	return m
+}
+
 // paramReader reads the parameters of a model.
 type paramReader struct{ *llm.Model }
 
@@ -40,16 +56,7 @@ func tuneMasked(t *testing.T, batch, accumulate int, s tuning, newEngine func(*l
 	t.Helper()
 	c := llm.Config{Vocab: 64, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 12, Documents: true,
 		Traits: s.traits}.Default()
-	m, err := llm.NewModel(c, tensor.Float32, 7)
-	require.NoError(t, err)
-	if s.base != cpuops.Float32 {
-		m, err = llm.LoadFrozen(t.Context(), s.base, c, paramReader{m}, s.tuned...)
-		require.NoError(t, err)
-	}
-	if !s.adapter.IsZero() {
-		m, err = llm.Adapt(m, s.adapter, 3)
-		require.NoError(t, err)
-	}
+	m := s.model(t, c)
 
 	var sequences []chatdata.Sequence
 	for i := range 20 {
@@ -227,16 +234,7 @@ func TestMemoryPlanOnFake(t *testing.T) {
 		"last block, NF4":   {tuning{tuned: last, base: cpuops.NF4}, 1},
 	} {
 		t.Run(name, func(t *testing.T) {
-			m, err := llm.NewModel(c, tensor.Float32, 7)
-			require.NoError(t, err)
-			if s.base != cpuops.Float32 {
-				m, err = llm.LoadFrozen(t.Context(), s.base, c, paramReader{m}, s.tuned...)
-				require.NoError(t, err)
-			}
-			if !s.adapter.IsZero() {
-				m, err = llm.Adapt(m, s.adapter, 3)
-				require.NoError(t, err)
-			}
+			m := s.model(t, c)
 
 			sequence := chatdata.Sequence{Line: 1}
 			for j := range 40 {
