@@ -16,7 +16,9 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"gorgonia.org/tensor"
@@ -50,7 +52,11 @@ type arm struct {
 	old   bool // directions that the old text uses are avoided
 	fixed bool // the matrices a are fixed once their directions have been chosen
 	chunk bool // chunk seeds
+	mixed bool // a tenth of the text to learn is old text
 }
+
+// plain reports whether the arm is LoRA as most people use it, with which the other arms are compared.
+func (a arm) plain() bool { return a.rank > 0 && !a.rs && !a.grows && !a.mixed }
 
 // arms returns all ways of tuning, with three learning rates each. If the matrices a are fixed, only half
 // of the parameters learn, so a fourth and higher rate is added.
@@ -61,6 +67,7 @@ func arms() []arm {
 		{name: "LoRA r16", rank: 16, rates: adapter},
 		{name: "LoRA r64", rank: 64, rates: adapter},
 		{name: "rsLoRA r64", rank: 64, rs: true, rates: adapter},
+		{name: "LoRA r16, a tenth old text", rank: 16, mixed: true, rates: adapter},
 		{name: "all weights", rates: weights},
 		{name: "growing", rank: 16, grows: true, rates: adapter},
 		{name: "growing, old text", rank: 16, grows: true, old: true, rates: adapter},
@@ -70,11 +77,12 @@ func arms() []arm {
 }
 
 type options struct {
-	out              string
-	seeds, baseSteps int
-	steps, every     int
-	arms             string
-	redraw           bool
+	out                     string
+	seeds                   []uint64
+	baseSteps, steps, every int
+	arms                    string
+	atOnce                  int
+	redraw                  bool
 }
 
 // A record is the result of a run, a line of runs.jsonl.
@@ -103,18 +111,26 @@ func Run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	f.SetOutput(stderr)
 	f.StringVar(&o.out, "out", filepath.Join("runs", "forgetting"), "`folder` for the base model, the record of the "+
 		"runs, and the picture; runs that it has already are not repeated")
-	f.IntVar(&o.seeds, "seeds", 3, "number of random seeds, of the adapters and the order of the data")
+	seeds := f.String("seeds", "1,2,3", "random `seeds` of the adapters and the order of the data")
 	f.IntVar(&o.baseSteps, "base-steps", 1000, "steps of the base model")
 	f.IntVar(&o.steps, "steps", 60, "steps of tuning")
 	f.IntVar(&o.every, "every", 20, "steps between two measurements")
 	f.StringVar(&o.arms, "arms", "", "ways of tuning whose names contain one of these `words`, separated by commas "+
 		"(default: all)")
+	f.IntVar(&o.atOnce, "at-once", 1, "number of simultaneous runs")
 	f.BoolVar(&o.redraw, "redraw", false, "train nothing, and report the runs that exist")
 	if err := f.Parse(args); err != nil {
 		return err
 	}
-	if o.seeds < 1 || o.baseSteps < 1 || o.steps < 1 || o.every < 1 {
-		return errors.New("-seeds, -base-steps, -steps and -every must be at least 1")
+	if o.baseSteps < 1 || o.steps < 1 || o.every < 1 || o.atOnce < 1 {
+		return errors.New("-base-steps, -steps, -every and -at-once must be at least 1")
+	}
+	for word := range strings.SplitSeq(*seeds, ",") {
+		seed, err := strconv.ParseUint(word, 10, 64)
+		if err != nil || seed == 0 {
+			return fmt.Errorf("-seeds is %q, want positive numbers separated by commas, such as 1,2,3", *seeds)
+		}
+		o.seeds = append(o.seeds, seed)
 	}
 
 	if err := os.MkdirAll(o.out, 0o777); err != nil {
@@ -167,45 +183,85 @@ func (o options) train(ctx context.Context, records []record, stderr io.Writer) 
 		return nil, err
 	}
 
-	var words []string
-	if o.arms != "" {
-		words = strings.Split(o.arms, ",")
-	}
 	base, err := o.base(ctx, texts, stderr)
 	if err != nil {
 		return nil, err
 	}
-	for seed := uint64(1); seed <= uint64(o.seeds); seed++ {
+
+	running, cancel := context.WithCancel(ctx) // until a run fails
+	defer cancel()
+	var mu sync.Mutex // guards records and file
+	tune := func(n run) error {
+		r, err := o.tune(running, texts, base, n.arm, n.rate, n.seed)
+		if err != nil {
+			return fmt.Errorf("%s at %v: %w", n.arm.name, n.rate, err)
+		}
+		line, err := json.Marshal(r)
+		if err != nil {
+			return err
+		}
+
+		mu.Lock()
+		defer mu.Unlock()
+		if _, err := file.Write(append(line, '\n')); err != nil {
+			return err
+		}
+		records = append(records, r)
+		last := r.Points[len(r.Points)-1]
+		fmt.Fprintf(stderr, "seed %d  %-28s rate %-6v new %.4f (from %.4f)  old %+.4f  %d parameters, %.0f s\n", r.Seed,
+			r.Arm, r.Rate, last.New, r.Base.New, last.Old-r.Base.Old, r.Params, r.Seconds)
+		return nil
+	}
+
+	queue := make(chan run)
+	errs := make([]error, o.atOnce)
+	var workers sync.WaitGroup
+	for i := range errs {
+		workers.Go(func() {
+			for n := range queue {
+				if errs[i] = tune(n); errs[i] != nil {
+					cancel()
+					return
+				}
+			}
+		})
+	}
+	for _, n := range o.missing(records) {
+		select {
+		case queue <- n:
+		case <-running.Done():
+		}
+	}
+	close(queue)
+	workers.Wait()
+	return records, errors.Join(append(errs, ctx.Err())...)
+}
+
+// A run tunes the base model in one way.
+type run struct {
+	arm  arm
+	rate float64
+	seed uint64
+}
+
+// missing returns the selected runs that have no record.
+func (o options) missing(records []record) (all []run) {
+	words := strings.Split(o.arms, ",") // a single empty word, which every name contains, by default
+	for _, seed := range o.seeds {
 		for _, a := range arms() {
-			if words != nil && !slices.ContainsFunc(words, func(w string) bool { return strings.Contains(a.name, w) }) {
+			if !slices.ContainsFunc(words, func(w string) bool { return strings.Contains(a.name, w) }) {
 				continue
 			}
 			for _, rate := range a.rates {
-				if slices.ContainsFunc(records, func(r record) bool {
+				if !slices.ContainsFunc(records, func(r record) bool {
 					return r.Arm == a.name && r.Rate == rate && r.Seed == seed
 				}) {
-					continue
+					all = append(all, run{a, rate, seed})
 				}
-
-				r, err := o.tune(ctx, texts, base, a, rate, seed)
-				if err != nil {
-					return nil, fmt.Errorf("%s at %v: %w", a.name, rate, err)
-				}
-				line, err := json.Marshal(r)
-				if err != nil {
-					return nil, err
-				}
-				if _, err := file.Write(append(line, '\n')); err != nil {
-					return nil, err
-				}
-				records = append(records, r)
-				last := r.Points[len(r.Points)-1]
-				fmt.Fprintf(stderr, "seed %d  %-28s rate %-6v new %.4f (from %.4f)  old %+.4f  %d parameters, %.0f s\n", seed,
-					a.name, rate, last.New, r.Base.New, last.Old-r.Base.Old, r.Params, r.Seconds)
 			}
 		}
 	}
-	return records, nil
+	return all
 }
 
 // texts holds the two kinds of text.
@@ -251,6 +307,32 @@ func openTexts(ctx context.Context) (t texts, err error) {
 		}
 	}
 	return t, nil
+}
+
+// A mixture is a new text followed by the beginning of an old text. The old text has a tenth of the tokens.
+type mixture struct {
+	data.Tokens // the new text
+	old         data.Tokens
+}
+
+// Len implements [data.Tokens].
+func (m mixture) Len() int64 { return m.Tokens.Len() + m.Tokens.Len()/9 }
+
+// Fingerprint implements [data.Tokens].
+func (m mixture) Fingerprint() string { return m.Tokens.Fingerprint() + "+" + m.old.Fingerprint() }
+
+// ReadTokens implements [data.Tokens].
+func (m mixture) ReadTokens(dst []int, offset int64) error {
+	n := min(max(0, m.Tokens.Len()-offset), int64(len(dst))) // tokens of the new text
+	if n > 0 {
+		if err := m.Tokens.ReadTokens(dst[:n], offset); err != nil {
+			return err
+		}
+	}
+	if n == int64(len(dst)) {
+		return nil
+	}
+	return m.old.ReadTokens(dst[n:], offset+n-m.Tokens.Len())
 }
 
 // base returns the base model of all runs. It loads the model if an earlier command has saved it, and
@@ -307,7 +389,11 @@ func (o options) tune(ctx context.Context, t texts, base *llm.Model, a arm, rate
 	if err != nil {
 		return r, err
 	}
-	loader, err := data.NewLoader(t.new, data.LoaderConfig{Batch: batch, Seq: config.Seq, Seed: seed})
+	text := t.new
+	if a.mixed {
+		text = mixture{t.new, t.old}
+	}
+	loader, err := data.NewLoader(text, data.LoaderConfig{Batch: batch, Seq: config.Seq, Seed: seed})
 	if err != nil {
 		return r, err
 	}

@@ -3,9 +3,11 @@ package forgetting
 import (
 	"bytes"
 	"encoding/json"
+	"io"
 	"math"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -47,7 +49,8 @@ func TestSummarize(t *testing.T) {
 // TestRun checks that the command makes the missing runs only, draws a picture, and ends with a JSON object.
 func TestRun(t *testing.T) {
 	out := t.TempDir()
-	args := []string{"-out", out, "-seeds", "1", "-base-steps", "2", "-steps", "2", "-every", "2", "-arms", "chunk"}
+	args := []string{"-out", out, "-seeds", "1", "-base-steps", "2", "-steps", "2", "-every", "2", "-arms", "chunk",
+		"-at-once", "2"}
 	var stdout, stderr bytes.Buffer
 	require.NoError(t, Run(t.Context(), args, &stdout, &stderr))
 	records, err := readRecords(filepath.Join(out, "runs.jsonl"))
@@ -75,8 +78,46 @@ func TestRun(t *testing.T) {
 	require.Equal(t, 1, strings.Count(stderr.String(), "seed 1  "))
 	again, err := readRecords(path)
 	require.NoError(t, err)
-	require.Equal(t, records[2].Points, again[len(again)-1].Points)
+	same := slices.IndexFunc(records, func(r record) bool { return r.Rate == again[len(again)-1].Rate })
+	require.Equal(t, records[same].Points, again[len(again)-1].Points)
 	require.Len(t, again, 3)
 
-	require.ErrorContains(t, Run(t.Context(), []string{"-seeds", "0"}, &stdout, &stderr), "must be at least 1")
+	require.ErrorContains(t, Run(t.Context(), []string{"-steps", "0"}, &stdout, &stderr), "must be at least 1")
+	require.ErrorContains(t, Run(t.Context(), []string{"-seeds", "1,x"}, &stdout, &stderr), "want positive numbers")
+}
+
+// A letters is a text that repeats one letter.
+type letters struct{ len, letter int }
+
+func (l letters) Len() int64          { return int64(l.len) }
+func (l letters) Tokenizer() string   { return "bytes" }
+func (l letters) VocabSize() int      { return 256 }
+func (l letters) Fingerprint() string { return string(rune(l.letter)) }
+
+func (l letters) ReadTokens(dst []int, offset int64) error {
+	for i := range dst {
+		if offset+int64(i) >= l.Len() {
+			return io.ErrUnexpectedEOF
+		}
+		dst[i] = l.letter
+	}
+	return nil
+}
+
+// TestMixture checks that a mixture is read across its seam, and that a tenth of it is the old text.
+func TestMixture(t *testing.T) {
+	m := mixture{letters{90, 'n'}, letters{50, 'o'}}
+	require.EqualValues(t, 100, m.Len())
+	for _, c := range []struct {
+		offset int64
+		want   string
+	}{{0, "nnnn"}, {86, "nnnn"}, {88, "nnoo"}, {90, "oooo"}, {96, "oooo"}} {
+		ids := make([]int, 4)
+		require.NoError(t, m.ReadTokens(ids, c.offset))
+		got := ""
+		for _, id := range ids {
+			got += string(rune(id))
+		}
+		require.Equal(t, c.want, got, c.offset)
+	}
 }

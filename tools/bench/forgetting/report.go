@@ -70,7 +70,7 @@ func curvesOf(records []record) map[string]map[uint64]frontier {
 	}
 	for _, r := range records {
 		add(r.Arm, r)
-		if len(r.Arm) > 4 && r.Arm[:4] == "LoRA" {
+		if slices.ContainsFunc(arms(), func(a arm) bool { return a.name == r.Arm && a.plain() }) {
 			add("", r)
 		}
 	}
