@@ -401,14 +401,19 @@ func (k *checker) ranks() {
 		one := c.clone()
 		one.Ranks = 1
 		var errs []error
-		want, wantEnd, errs = k.team(one, func(r *rig) { r.resumedOrdered = true }, "")
+		want, wantEnd, errs = k.team(one, func(r *rig) { r.resumedOrdered, r.saves = true, true }, "")
 		k.must(OnRanks, "a run on 1 rank", errs[0])
-	} else if step := int(k.Seed % uint64(2*k.straight.tr.Step())); k.straight.files[step] != "" && step > 0 {
-		from = k.straight.files[step]
+	}
+
+	steps := want.tr.Step()
+	if step := int(k.Seed % uint64(2*steps)); want.files[step] != "" && step > 0 {
+		from = want.files[step]
 		what += fmt.Sprintf(", resumed after step %d of a run in one process", step)
 	}
 
-	first, end, errs := k.team(*c, func(r *rig) { r.resumedOrdered = true }, from)
+	// The run saves once in its second half, for others to resume from.
+	last := steps - 1 - int(k.Seed/2%uint64(steps/2+1))
+	first, end, errs := k.team(*c, func(r *rig) { r.resumedOrdered, r.saveAt = true, last }, from)
 	for rank, err := range errs {
 		k.must(OnRanks, fmt.Sprintf("%s: rank %d", what, rank), err)
 	}
@@ -422,6 +427,29 @@ func (k *checker) ranks() {
 	}
 
 	k.checked(OnRanks)
+	k.resumesOnRanks(c, first.files[last], last, wantEnd)
+}
+
+// resumesOnRanks resumes, on any number of ranks, from a checkpoint that several ranks have written after a
+// step. The run must end with the file end. If path is "", there is no such checkpoint.
+func (k *checker) resumesOnRanks(c *Case, path string, step int, end []byte) {
+	if path == "" {
+		return
+	}
+
+	next := c.clone()
+	next.Ranks = 1 + int(k.Seed/3%uint64(k.Ranks))
+	what := fmt.Sprintf("a run on %d ranks, resumed on %d ranks after step %d", k.Ranks, next.Ranks, step)
+	_, resumed, errs := k.team(next, func(r *rig) { r.resumedOrdered = true }, path)
+	for rank, err := range errs {
+		k.must(Resumes, fmt.Sprintf("%s: rank %d", what, rank), err)
+	}
+
+	if diff := differences(end, resumed, true); diff != "" {
+		k.fail(Resumes, "%s ends with a different file: %s", what, diff)
+	}
+
+	k.checked(Resumes)
 }
 
 // onRanks returns the case for several ranks, or nil if it cannot run on them.

@@ -42,6 +42,7 @@ type rig struct {
 	problems []string
 
 	saves   bool           // save after each step
+	saveAt  int            // save after this step; 0 for none
 	files   map[int]string // paths of the saved files, by step
 	rest    bool           // the EpochEnd after a failure has been received
 	failed  bool           // a callback has failed
@@ -287,7 +288,8 @@ func (r *rig) callbacks() {
 	}
 
 	t.On(func(e llm.Event) error {
-		if r.saves && (e.Kind == llm.StepEnd || e.Kind == llm.RunStart) {
+		due := r.saves || r.saveAt > 0 && r.saveAt == e.Step
+		if due && (e.Kind == llm.StepEnd || e.Kind == llm.RunStart) {
 			path := filepath.Join(r.folder, fmt.Sprint("step-", e.Step))
 			err := t.Save(path)
 			if errors.Is(err, llm.ErrDiverged) {

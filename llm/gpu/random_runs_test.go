@@ -9,10 +9,13 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/internal/runtest"
 	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/op"
 )
 
 var randomRuns = runtest.AddFlags()
@@ -26,33 +29,55 @@ func TestRandomRuns(t *testing.T) {
 		usual = 5 * time.Second
 	}
 
-	ranks := 0
-	if second, err := cudaops.Open(cudaops.WithOrdinal(1)); err == nil {
-		defer second.Close()
-		ranks = 2
-	}
-
 	for _, p := range []cudaops.Precision{cudaops.Float32, cudaops.BFloat16, cudaops.Float16,
 		cudaops.Float8} {
-		t.Run(p.String(), func(t *testing.T) {
-			if p == cudaops.Float16 { // float16 supports only a single GPU
-				ranks = 0
-			}
-			m := runtest.Device{Name: p.String() + " on " + device.Name(), RanksDiffer: true,
-				Limits: runtest.Limits{Listening: true, Ranks: ranks},
-				Open: func() (*runtest.Session, error) {
-					return &runtest.Session{Engine: gpu.Engine(device, p)}, nil
-				},
-				Ranks: func(n int, f func(rank int, build runtest.Build) error) []error {
-					return teamOfGPUs(t.Context(), n, p, f)
-				}}
-			f := *randomRuns
-			if f.Parallel == 0 {
-				f.Parallel = 1 // allocations of one run would invalidate the captures of another
-			}
-			runtest.Campaign(t, m, f, runtest.Plan{Usual: usual})
-		})
+		t.Run(p.String(), func(t *testing.T) { randomRunsOn(t, device, p, runtest.Plan{Usual: usual}) })
 	}
+}
+
+// TestRandomRanks makes random runs on two GPUs. Each must equal the same run on one GPU, and so must a run
+// that is resumed on one GPU or two.
+func TestRandomRanks(t *testing.T) {
+	gpus(t)
+	device := open(t)
+	plan := runtest.Plan{Usual: 20 * time.Second, Change: onTwoGPUs}
+	for _, p := range []cudaops.Precision{cudaops.Float32, cudaops.BFloat16, cudaops.Float8} {
+		t.Run(p.String(), func(t *testing.T) { randomRunsOn(t, device, p, plan) })
+	}
+}
+
+// onTwoGPUs changes a case to a run on two GPUs, and omits the properties that need only one.
+func onTwoGPUs(c *runtest.Case) bool {
+	c.Ranks, c.Train.Accumulate = 2, max(2, c.Train.Accumulate)
+	c.Kasmina.Stability, c.Kasmina.AdaptiveClip = op.Adaptive, 0
+	c.Resumes, c.Replay, c.Callbacks, c.Fault = nil, false, nil, nil
+	return !c.Train.Frozen
+}
+
+// randomRunsOn makes random runs in a precision.
+func randomRunsOn(t *testing.T, device *cudaops.Device, p cudaops.Precision, plan runtest.Plan) {
+	ranks := 0
+	if second, err := cudaops.Open(cudaops.WithOrdinal(1)); err == nil {
+		require.NoError(t, second.Close())
+		if p != cudaops.Float16 { // float16 supports only a single GPU
+			ranks = 2
+		}
+	}
+
+	m := runtest.Device{Name: p.String() + " on " + device.Name(), RanksDiffer: true,
+		Limits: runtest.Limits{Listening: true, Ranks: ranks},
+		Open: func() (*runtest.Session, error) {
+			return &runtest.Session{Engine: gpu.Engine(device, p)}, nil
+		},
+		Ranks: func(n int, f func(rank int, build runtest.Build) error) []error {
+			return teamOfGPUs(t.Context(), n, p, f)
+		}}
+	f := *randomRuns
+	if f.Parallel == 0 {
+		f.Parallel = 1 // allocations of one run would invalidate the captures of another
+	}
+
+	runtest.Campaign(t, m, f, plan)
 }
 
 // teamOfGPUs calls f for every rank of a team. Each rank is a goroutine with its own GPU.
