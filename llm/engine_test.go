@@ -11,14 +11,17 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/allocs"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
+	"github.com/kasmina-go/kasmina/state/control"
 )
 
 // TestAllocations checks that a training step on the CPU (gradients, clipping and update, with Kasmina
@@ -467,6 +470,38 @@ func TestEvaluateDiverged(t *testing.T) {
 	if err := tr.Model.Save(filepath.Join(t.TempDir(), "m")); !errors.Is(err, ErrDiverged) {
 		t.Errorf("Model.Save: got %v, want ErrDiverged", err)
 	}
+}
+
+// TestDivergedPassesCountNothing checks that NaN in the passes of an evaluation, a save, a comparison of seeds or
+// a generator is not counted in the lattices, so that a run with more of them ends with the same checkpoint.
+func TestDivergedPassesCountNothing(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 5})
+	require.NoError(t, tr.Grow(Growth{Controller: control.NewHeuristic(1, 5), Validation: heldOut(t, 50, 1)}))
+	for i := range tr.Model.Param(embedName).Float32s() {
+		tr.Model.Param(embedName).Float32s()[i] = float32(math.NaN())
+	}
+	before := tr.Model.Kasmina.Digest()
+
+	_, _, err := tr.Evaluate(heldOut(t, 50, 1))
+	require.ErrorIs(t, err, ErrDiverged)
+	require.Equal(t, before, tr.Model.Kasmina.Digest(), "Evaluate")
+
+	require.ErrorIs(t, tr.Save(filepath.Join(t.TempDir(), "m")), ErrDiverged)
+	require.Equal(t, before, tr.Model.Kasmina.Digest(), "Save")
+
+	losses, err := tr.growth.judge().Losses()
+	require.NoError(t, err)
+	require.True(t, math.IsNaN(losses[0]))
+	require.Equal(t, before, tr.Model.Kasmina.Digest(), "the judge")
+
+	g, err := NewGenerator(tr.Model)
+	require.NoError(t, err)
+	defer g.Close()
+	s, err := sampler.New(sampler.Config{})
+	require.NoError(t, err)
+	_, err = collect(g.Generate(t.Context(), []int{1, 2, 3}, 2, s))
+	require.Error(t, err)
+	require.Equal(t, before, tr.Model.Kasmina.Digest(), "a generator")
 }
 
 // scaling is the CPU engine with a loss scale that counts updates and skips every third one.

@@ -141,9 +141,9 @@ func StopOnNonFinite() KasminaOption {
 	}
 }
 
-// WithoutTelemetry makes the layer read its lattice without recording figures in it. Use it for
-// evaluation, sampling and gradient checks, where running the layer must not affect later results.
-// NaN and Inf are still counted in the lattice, so only a run without any leaves it unchanged.
+// WithoutTelemetry makes the layer read its lattice without changing it: nothing is measured, and NaN and Inf
+// are not counted. Use it for evaluation, sampling and gradient checks, where running the layer must not affect
+// later results. With [StopOnNonFinite], the run still returns an error for NaN and Inf.
 func WithoutTelemetry() KasminaOption {
 	return func(c *KasminaConfig) error {
 		c.NoTelemetry = true

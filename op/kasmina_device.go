@@ -187,7 +187,7 @@ func (p *KasminaPass) RecordHealth(sample func(seed int) state.HealthSample) err
 
 	s := &p.op.run.pass
 	bad := p.countNonFinite(func(seed int) int { return sample(seed).NonFinite })
-	if s.Record || bad.elements > 0 {
+	if s.Record {
 		err := p.op.Lattice.RecordHealth(s, func(seed int) state.HealthSample {
 			h := sample(seed)
 			if !s.Watch[seed] && p.op.Config.Stability != Strict {
@@ -212,7 +212,7 @@ func (p *KasminaPass) RecordGradient(sample func(seed int) state.GradientSample)
 
 	s := &p.op.run.pass
 	bad := p.countNonFinite(func(seed int) int { return sample(seed).NonFinite })
-	if s.Record || bad.elements > 0 {
+	if s.Record {
 		err := p.op.Lattice.RecordGradient(s, func(seed int) state.GradientSample {
 			g := sample(seed)
 			if !s.Watch[seed] && p.op.Config.AdaptiveClip == 0 {

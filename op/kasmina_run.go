@@ -101,9 +101,9 @@ func kasmina[T cpu.Float](o *KasminaOp, y []T, in opbase.Args) (err error) {
 
 	run()
 	bad := countNonFinite(k.Figures)
-	if r.pass.Record || bad.elements > 0 {
+	if r.pass.Record {
 		r.histograms = nil
-		if r.pass.Record && r.pass.Telemetry.Mode == state.Debug {
+		if r.pass.Telemetry.Mode == state.Debug {
 			r.histograms = k.Exponents(x)
 		}
 		if err := o.Lattice.RecordHealth(&r.pass, r.health); err != nil {
@@ -154,7 +154,7 @@ func kasminaGrad[T cpu.Float](b *KasminaGradOp, out []T, in opbase.Args) (err er
 
 	run()
 	bad := countNonFinite(k.Figures)
-	if r.pass.Record || bad.elements > 0 {
+	if r.pass.Record {
 		if err := o.Lattice.RecordGradient(&r.pass, r.gradient); err != nil {
 			return err
 		}

@@ -79,7 +79,7 @@ func (l *Lattice) Telemetry() Telemetry {
 // the start of the forward pass, unaffected by later commands, and its slices hold one element per
 // seed. It is meant for executors of the layer; other code uses [Lattice.Report].
 type Pass struct {
-	Record    bool      // whether the passes record their figures in the lattice
+	Record    bool      // whether the passes record their measurements; otherwise they leave no trace
 	Telemetry Telemetry // settings in force at the start
 	Epoch     uint32
 	Step      uint64
@@ -172,8 +172,7 @@ func (l *Lattice) Draw(p *Pass) {
 }
 
 // RecordHealth records the measurements of the forward pass p. It calls sample for every seed, from
-// several goroutines concurrently. Non-finite elements are always counted; everything else is
-// recorded only if p.Record is set.
+// several goroutines concurrently. Unless p.Record is set, RecordHealth changes nothing.
 func (l *Lattice) RecordHealth(p *Pass, sample func(seed int) HealthSample) error {
 	l.mu.lockToRecord()
 	defer l.mu.Unlock()
@@ -182,17 +181,17 @@ func (l *Lattice) RecordHealth(p *Pass, sample func(seed int) HealthSample) erro
 		return err
 	}
 
-	if l.deferred != nil {
-		l.deferHealth(p, sample)
+	switch {
+	case !p.Record:
+		return nil
+	case l.deferred != nil:
+		l.deferHealth(sample)
 		return nil
 	}
 
-	if p.Record {
-		l.step++
-	}
-
+	l.step++
 	l.record(recorder{pass: p, health: sample})
-	if p.Record && p.Telemetry.Mode != Off && slices.Contains(p.Watch, true) {
+	if p.Telemetry.Mode != Off && slices.Contains(p.Watch, true) {
 		l.ring.push(l, p, sample)
 	}
 	return nil
@@ -228,7 +227,7 @@ func (l *Lattice) recordSpan(lo, hi int) {
 		if r.health != nil {
 			h := r.health(i)
 			l.seeds.nonFiniteX[i] = addSaturating(l.seeds.nonFiniteX[i], h.NonFinite)
-			if r.pass.Record && h.Moments.Count > 0 {
+			if h.Moments.Count > 0 {
 				l.seeds.takeHealth(i, &h, r.pass.Watch[i])
 			}
 			continue
@@ -236,9 +235,7 @@ func (l *Lattice) recordSpan(lo, hi int) {
 
 		g := r.gradient(i)
 		l.seeds.nonFiniteG[i] = addSaturating(l.seeds.nonFiniteG[i], g.NonFinite)
-		if r.pass.Record {
-			l.seeds.takeGradient(i, &g, r.pass.Watch[i])
-		}
+		l.seeds.takeGradient(i, &g, r.pass.Watch[i])
 	}
 
 	l.seal(lo, hi)
@@ -278,15 +275,16 @@ func (l *Lattice) RecordGradient(p *Pass, sample func(seed int) GradientSample) 
 		return err
 	}
 
-	if l.deferred != nil {
-		l.deferred.Recorded, l.deferred.Gradient = p.Record, samples(l.n, sample)
+	switch {
+	case !p.Record:
+		return nil
+	case l.deferred != nil:
+		l.deferred.Gradient = samples(l.n, sample)
 		return nil
 	}
 
 	l.record(recorder{pass: p, gradient: sample})
-	if p.Record {
-		l.ring.addGradient(l, p)
-	}
+	l.ring.addGradient(l, p)
 	return nil
 }
 
@@ -327,7 +325,6 @@ func (l *Lattice) checkPass(method string, p *Pass, sampled bool) error {
 
 // Measured holds the measurements of one batch's passes before a lattice records them.
 type Measured struct {
-	Recorded bool             // whether the passes recorded telemetry
 	Health   []HealthSample   // by seed; nil if no forward pass has reported
 	Gradient []GradientSample // by seed; nil if no backward pass has reported
 }
@@ -356,7 +353,7 @@ func (l *Lattice) Take(m Measured) error {
 	}
 
 	var p Pass
-	l.Begin(&p, m.Recorded)
+	l.Begin(&p, true)
 	for _, n := range []int{len(m.Health), len(m.Gradient)} {
 		if n != 0 && n != len(p.Stage) {
 			return fmt.Errorf("state.Take: %w: figures of %d seeds, want %d",
@@ -377,8 +374,7 @@ func (l *Lattice) Take(m Measured) error {
 }
 
 // deferHealth copies the measurements of a forward pass to l.deferred. The caller holds the lock.
-func (l *Lattice) deferHealth(p *Pass, sample func(seed int) HealthSample) {
-	l.deferred.Recorded = p.Record
+func (l *Lattice) deferHealth(sample func(seed int) HealthSample) {
 	l.deferred.Health = samples(l.n, sample)
 
 	// The histograms belong to the caller, who will use them again.

@@ -526,8 +526,7 @@ func (k *checker) team(c Case, ready func(*rig), from string) (first *rig, end [
 }
 
 // differences lists the differences between two checkpoints. It returns "" if they are equal. If
-// loose is set, it ignores the results of evaluations. Once a checkpoint has counted a NaN or Inf,
-// these counts are ignored as well, because evaluations and saves also increase them.
+// loose is set, it ignores the results of evaluations.
 func differences(a, b []byte, loose bool) string {
 	if bytes.Equal(a, b) {
 		return ""
@@ -541,16 +540,6 @@ func differences(a, b []byte, loose bool) string {
 	y, right, err := contents(b)
 	if err != nil {
 		return err.Error()
-	}
-
-	if nonFinite(x) || nonFinite(y) {
-		for name := range x {
-			if counted.MatchString(name) {
-				delete(x, name)
-				delete(y, name)
-			}
-		}
-		loose = true
 	}
 
 	var all []string
@@ -586,20 +575,6 @@ func differences(a, b []byte, loose bool) string {
 	}
 
 	return strings.Join(all, ", ")
-}
-
-// counted matches the arrays of a lattice that depend on the counts of NaN and Inf.
-var counted = regexp.MustCompile(`^lattice\..*\.(nonfinite_.*|crc32)$`)
-
-// nonFinite reports whether a lattice of a checkpoint has counted a NaN or Inf.
-func nonFinite(tensors map[string][]byte) bool {
-	for name, v := range tensors {
-		if counted.MatchString(name) && !strings.HasSuffix(name, "crc32") &&
-			len(bytes.Trim(v[:bytes.LastIndex(v, []byte("U32"))], "\x00")) > 0 {
-			return true
-		}
-	}
-	return false
 }
 
 // contents reads a checkpoint.
