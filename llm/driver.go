@@ -475,8 +475,3 @@ func (d *driver) figures() (all []SeedFigures, measured bool, err error) {
 
 	return of[last], true, nil
 }
-
-// forget clears the optimizer's moments of a parameter.
-func (d *driver) forget(p Param) error {
-	return d.engine.Forget(p.Name, 0, p.Value.Shape().TotalSize())
-}

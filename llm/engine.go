@@ -55,9 +55,35 @@ type Engine interface {
 	// Push copies the parameters with the given names, or without names all parameters and the optimizer
 	// state, from the host to the engine.
 	Push(params ...string) error
-	// Forget clears the engine's optimizer state for elements [from, to) of a parameter.
-	Forget(param string, from, to int) error
+	// Forget clears the engine's optimizer state for ranges of parameters. If it returns an error, it has
+	// cleared none of them.
+	Forget(ranges ...ParamRange) error
 	Close() error
+}
+
+// ParamRange identifies the elements From ≤ i < To of a parameter, in row-major order.
+type ParamRange struct {
+	Param    string
+	From, To int
+}
+
+// CheckRanges returns an error unless the model has all elements of the ranges. Engines call it before they
+// clear any of them.
+func (m *Model) CheckRanges(ranges ...ParamRange) error {
+	if err := checkMade(m); err != nil {
+		return err
+	}
+
+	for _, r := range ranges {
+		p := m.Param(r.Param)
+		if p == nil {
+			return fmt.Errorf("llm: the model has no parameter %q", r.Param)
+		}
+		if n := p.Size(); r.From < 0 || r.To < r.From || r.To > n {
+			return fmt.Errorf("llm: elements %d to %d of parameter %q, which has %d", r.From, r.To, r.Param, n)
+		}
+	}
+	return nil
 }
 
 // Errors of an update that cannot be trusted. The CPU engine checks all parameters after every
@@ -260,12 +286,21 @@ func (t *cpuEngine) FirstNonFinite() (name, kind string, found bool) {
 func (t *cpuEngine) Pull(...string) error { return nil }
 func (t *cpuEngine) Push(...string) error { return nil }
 
-func (t *cpuEngine) Forget(param string,
-	from, to int) error {
+func (t *cpuEngine) Forget(ranges ...ParamRange) error {
 	if t.optimizer == nil {
 		return errZeroEngine
 	}
-	return t.optimizer.Forget(param, from, to)
+
+	if err := t.Model.CheckRanges(ranges...); err != nil {
+		return err
+	}
+
+	for _, r := range ranges {
+		if err := t.optimizer.Forget(r.Param, r.From, r.To); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (t *cpuEngine) Close() error {

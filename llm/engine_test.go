@@ -504,6 +504,22 @@ func TestDivergedPassesCountNothing(t *testing.T) {
 	require.Equal(t, before, tr.Model.Kasmina.Digest(), "a generator")
 }
 
+// TestForgetAllOrNothing checks that an engine clears no range if one of them does not exist.
+func TestForgetAllOrNothing(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
+	require.NoError(t, tr.Run(t.Context()))
+	moments := func() string { return fmt.Sprint(tr.Optimizer.State()) }
+	before := moments()
+	valid := ParamRange{normName, 0, 3}
+	for _, r := range []ParamRange{{normName, 0, 17}, {normName, -1, 2}, {normName, 3, 2}, {"unknown", 0, 1}} {
+		require.Error(t, tr.driver.engine.Forget(valid, r), r)
+		require.Equal(t, before, moments(), r)
+	}
+
+	require.NoError(t, tr.driver.engine.Forget(valid))
+	require.NotEqual(t, before, moments())
+}
+
 // scaling is the CPU engine with a loss scale that counts updates and skips every third one.
 type scaling struct {
 	Engine

@@ -395,7 +395,7 @@ func TestZeroValues(t *testing.T) {
 		"WriteTrace":           new(Profile).WriteTrace(nil),
 		"the optimizer is":     second(newCPUEngine(nil, nil, nil, 0)),
 		"that CPUEngine makes": errors.Join(second(cpu.OpTimes()), second(cpu.Update())),
-		"CPUEngine":            cpu.Forget("x", 0, 1),
+		"CPUEngine":            cpu.Forget(ParamRange{"x", 0, 1}),
 	} {
 		require.ErrorContains(t, err, want)
 	}

@@ -36,9 +36,10 @@ func (s slotStore) Fits(g state.Germination, size int) error {
 	return nil
 }
 
-// forgetPlanted is the counterpart of ForgetFrozen for a lattice at a site other than chunks.
-func (s slotStore) forgetPlanted(e paramMirror, l *state.Lattice, before []bool,
-	known bool) (now []bool, err error) {
+// frozenPlanted returns what ForgetFrozen clears for a lattice at a site other than chunks, and the seeds that
+// learn now.
+func (s slotStore) frozenPlanted(l *state.Lattice, before []bool, known bool) (frozen []ParamRange, now []bool,
+	err error) {
 	var pass state.Pass
 	l.Begin(&pass, false)
 	now = make([]bool, len(pass.Stage))
@@ -53,16 +54,14 @@ func (s slotStore) forgetPlanted(e paramMirror, l *state.Lattice, before []bool,
 		}
 		specs, err := s.Model.Config.SeedParams(p)
 		if err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 		for _, spec := range specs {
-			if err := e.Forget(spec.Name, 0, s.Model.Param(spec.Name).Size()); err != nil {
-				return nil, err
-			}
+			frozen = append(frozen, ParamRange{spec.Name, 0, s.Model.Param(spec.Name).Size()})
 		}
 	}
 
-	return now, nil
+	return frozen, now, nil
 }
 
 // LayerAt returns the index in Model.Kasmina of the lattice of a site, or -1 if the site has no lattice.

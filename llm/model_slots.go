@@ -174,10 +174,18 @@ func (s slotStore) Write(writes []state.SlotWrite) error {
 		return nil
 	}
 
-	err := e.Push(changed...)
-	for i := 0; err == nil && i < len(writes); i++ {
-		err = s.forget(e, writes[i].Layer, writes[i].Slot, writes[i].Slot+1)
+	// The optimizer state of the slots belongs to their earlier contents. It is cleared last and all at once,
+	// because it could not be restored after a failure.
+	var ranges []ParamRange
+	for _, w := range writes {
+		ranges = append(ranges, s.ranges(w.Layer, w.Slot, w.Slot+1)...)
 	}
+
+	err := e.Push(changed...)
+	if err == nil {
+		err = e.Forget(ranges...)
+	}
+
 	if err != nil {
 		s.set(before)
 		err = errors.Join(err, e.Push(changed...))
@@ -186,21 +194,17 @@ func (s slotStore) Write(writes []state.SlotWrite) error {
 	return err
 }
 
-// forget clears the optimizer state of the slots from ≤ i < to of a layer. That state belongs to
-// earlier contents of the slots, or would keep changing them while no seed trains them.
-func (s slotStore) forget(e paramMirror, layer, from, to int) error {
+// ranges returns the elements of the slots from ≤ i < to of a layer.
+func (s slotStore) ranges(layer, from, to int) []ParamRange {
 	names, width := s.names(layer), s.Model.Config.KasminaWidth()
-	if err := e.Forget(names[0], from*width, to*width); err != nil {
-		return err
-	}
-	return e.Forget(names[1], from, to)
+	return []ParamRange{{names[0], from * width, to * width}, {names[1], from, to}}
 }
 
 // ForgetFrozen clears the optimizer state of slots that are no longer trained by any seed, so that an
 // update without weight decay leaves them unchanged, bit for bit.
 //
 // learning lists, per layer, the slots that learned in the last step; it is nil if that is unknown.
-// ForgetFrozen returns the slots that learn now.
+// ForgetFrozen returns the slots that learn now. After an error, it has cleared nothing.
 func (s slotStore) ForgetFrozen(e paramMirror, learning [][]bool) ([][]bool, error) {
 	if err := checkMade(s.Model); err != nil {
 		return nil, err
@@ -213,35 +217,40 @@ func (s slotStore) ForgetFrozen(e paramMirror, learning [][]bool) ([][]bool, err
 	known, before := learning != nil, learning
 	learning = make([][]bool, s.Model.Kasmina.Layers())
 	copy(learning, before)
+	var frozen []ParamRange
 	for layer, l := range s.Model.Kasmina.Lattices() {
 		if l.Site() != blueprints.Chunk {
-			now, err := s.forgetPlanted(e, l, learning[layer], known)
+			ranges, now, err := s.frozenPlanted(l, learning[layer], known)
 			if err != nil {
 				return nil, err
 			}
-			learning[layer] = now
+			frozen, learning[layer] = append(frozen, ranges...), now
 			continue
 		}
 		was, now := learning[layer], l.LearningSlots()
-		frozen := func(slot int) bool {
+		ended := func(slot int) bool {
 			return slot < len(now) && !now[slot] && (!known || was[slot])
 		}
 		for from := 0; from < len(now); from++ {
 			to := from
-			for frozen(to) {
+			for ended(to) {
 				to++
 			}
 			if to == from {
 				continue
 			}
-			if err := s.forget(e, layer, from, to); err != nil {
-				return nil, err
-			}
+			frozen = append(frozen, s.ranges(layer, from, to)...)
 			from = to
 		}
 		learning[layer] = now
 	}
 
+	if len(frozen) == 0 {
+		return learning, nil
+	}
+	if err := e.Forget(frozen...); err != nil {
+		return nil, err
+	}
 	return learning, nil
 }
 

@@ -13,8 +13,8 @@ type paramMirror interface {
 	Pull(params ...string) error
 	// Push copies the named parameters, or all if no name is given, from the host.
 	Push(params ...string) error
-	// Forget clears the optimizer state of elements [from, to) of a parameter.
-	Forget(param string, from, to int) error
+	// Forget clears the optimizer state of all ranges or, if it returns an error, of none.
+	Forget(ranges ...ParamRange) error
 }
 
 // paramHolder is the trainer that holds a model's parameters.

@@ -141,6 +141,7 @@ func (g *growth) growBlocks(grown Grown) error {
 // forgetCopies clears the optimizer's moments of blocks that are further copies of an earlier block. order[i]
 // is the former number of block i, or blueprints.NewBlock.
 func (g *growth) forgetCopies(order []int) error {
+	var copies []ParamRange
 	for i, from := range order {
 		if from == blueprints.NewBlock || slices.Index(order, from) == i {
 			continue // not a copy, or the first one
@@ -150,13 +151,11 @@ func (g *growth) forgetCopies(order []int) error {
 			if !strings.HasPrefix(p.Name, blockPrefix(i)) || !g.t.Config.Learns(p.Name) {
 				continue
 			}
-			if err := g.t.driver.forget(p); err != nil {
-				return err
-			}
+			copies = append(copies, ParamRange{p.Name, 0, p.Value.Shape().TotalSize()})
 		}
 	}
 
-	return nil
+	return g.t.driver.engine.Forget(copies...)
 }
 
 // takeBack restores the model from before a depth seed's blueprint was grafted. The loader and the

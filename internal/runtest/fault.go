@@ -194,9 +194,8 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 		return o.Step == step
 	})
 	var broken panicked
-	// Reported growth is not undone if the following step fails. State that the optimizer has cleared for
-	// frozen parameters is not restored.
-	undone := k.Fault.Op != "Forget" && !slices.ContainsFunc(k.straight.told, func(t told) bool {
+	// Reported growth is not undone if the following step fails.
+	undone := !slices.ContainsFunc(k.straight.told, func(t told) bool {
 		return t.step == step+1 && strings.HasPrefix(t.text, "reshaped")
 	})
 	if path := k.straight.files[step]; refused == nil && ordered && undone && path != "" {

@@ -86,11 +86,11 @@ func (f faultyGPU) Pull(params ...string) error {
 	return f.gpuEngine.Pull(params...)
 }
 
-func (f faultyGPU) Forget(param string, from, to int) error {
+func (f faultyGPU) Forget(ranges ...llm.ParamRange) error {
 	if err := f.in.call("Forget"); err != nil {
 		return err
 	}
-	return f.gpuEngine.Forget(param, from, to)
+	return f.gpuEngine.Forget(ranges...)
 }
 
 func (f faultyGPU) Figures() ([]llm.SeedFigures, error) {

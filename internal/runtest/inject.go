@@ -270,11 +270,11 @@ func (f faulty) Pull(params ...string) error {
 	return f.cpuEngine.Pull(params...)
 }
 
-func (f faulty) Forget(param string, from, to int) error {
+func (f faulty) Forget(ranges ...llm.ParamRange) error {
 	if err := f.in.call("Forget"); err != nil {
 		return err
 	}
-	return f.cpuEngine.Forget(param, from, to)
+	return f.cpuEngine.Forget(ranges...)
 }
 
 func (f faulty) Figures() ([]llm.SeedFigures, error) {

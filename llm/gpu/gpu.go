@@ -367,15 +367,30 @@ func (e *engine) Push(names ...string) error {
 	return e.machine.Upload(nodes...)
 }
 
-func (e *engine) Forget(param string, from, to int) error {
-	i, err := e.find(param)
-	if err != nil {
+func (e *engine) Forget(ranges ...llm.ParamRange) error {
+	if err := e.Model.CheckRanges(ranges...); err != nil {
 		return err
 	}
-	if err := e.machine.Forget(e.graph.Params[i], from, to); err != nil {
-		return err
+
+	params := make([]*gorgonia.Node, len(ranges))
+	for k, r := range ranges {
+		i, err := e.find(r.Param)
+		if err != nil {
+			return err
+		}
+		params[k] = e.graph.Params[i]
 	}
-	return e.optimizer.Forget(param, from, to)
+
+	// Only a lost device can fail from here on, and it fails everything that follows.
+	for k, r := range ranges {
+		if err := e.machine.Forget(params[k], r.From, r.To); err != nil {
+			return err
+		}
+		if err := e.optimizer.Forget(r.Param, r.From, r.To); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (e *engine) Close() error {

@@ -452,8 +452,17 @@ func (e *engine) FirstNonFinite() (name, kind string, found bool) {
 func (e *engine) Pull(...string) error { return nil }
 func (e *engine) Push(...string) error { return nil }
 
-func (e *engine) Forget(param string, from, to int) error {
-	return e.optimizer.Forget(param, from, to)
+func (e *engine) Forget(ranges ...llm.ParamRange) error {
+	if err := e.Model.CheckRanges(ranges...); err != nil {
+		return err
+	}
+
+	for _, r := range ranges {
+		if err := e.optimizer.Forget(r.Param, r.From, r.To); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (e *engine) Close() error {
