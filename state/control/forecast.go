@@ -219,7 +219,7 @@ func (f *Forecast) eras(r state.Report, plan state.RunPlan) (all []era) {
 	perBlock := plan.Parameters / float64(plan.Blocks)
 	begin := func(epoch, blocks int, offset float64) {
 		all = append(all, era{epoch: epoch, blocks: blocks, offset: offset,
-			size: saturation * perBlock * float64(blocks)})
+			size: blockSize(perBlock) * float64(blocks)})
 	}
 
 	first := plan.Blocks

@@ -8,23 +8,35 @@ import (
 
 // An outlook predicts the end of a run by the law
 //
-//	L(N, T) = level + gain·(1/√T + 1/√(saturation·N))
+//	L(S, T) = level + gain·(1/√T + 1/√S)
 //
-// for a model with N parameters in its blocks that has seen T tokens: the size of the model limits the
-// loss like a text of saturation·N tokens would. Level and gain are fitted to the curve of the run, and
-// the exponents and saturation to earlier runs (docs/lab/growth.md). Which prediction is the lowest does
-// not depend on the fit.
+// for a model of size S that has seen T tokens: the size of the model limits the loss like a text of S
+// tokens would. Level and gain are fitted to the curve of the run, and the exponents and the size of a
+// block to earlier runs (docs/lab/growth.md). Which prediction is the lowest does not depend on the fit.
 type outlook struct {
 	level, gain float64
 
-	size float64 // saturation·N of the current model, in tokens
+	size float64 // of the current model, in tokens
 	seen float64 // tokens so far
 	rest float64 // tokens that the current model could still see
 }
 
-// saturation is the number of tokens per parameter at which a model's size limits the loss as much as the
-// amount of text does.
-const saturation = 27
+// blockSize returns the size that a block with the given number of parameters adds to a model, in tokens.
+// It is proportional to the number of parameters up to that of the models to which the law was fitted. Wider
+// blocks add less for each parameter: models of 124 million parameters gain from more blocks after far
+// fewer tokens for each parameter.
+func blockSize(parameters float64) float64 {
+	wider := max(1, parameters/fittedBlock)
+	return saturation * parameters / wider * math.Pow(wider, widerPower)
+}
+
+// A block with at most fittedBlock parameters adds saturation tokens for each parameter. Beyond that, its
+// size grows with the power widerPower of the number of parameters.
+const (
+	saturation  = 27
+	fittedBlock = 0.81e6
+	widerPower  = 0.25
+)
 
 // term returns the contribution of a number of tokens to the loss, relative to gain.
 func term(tokens float64) float64 { return 1 / math.Sqrt(tokens) }

@@ -27,7 +27,7 @@ type arm struct {
 	shares    []float64 // of the budget, one for each growth; empty if the controller decides
 	curve     bool      // control.Depth decides by the curve alone, without bounds
 	forecast  bool      // control.Forecast decides, within the given number of growths
-	kind      string    // stack, interleave or middle
+	kind      string    // stack, interleave, middle or new
 	rate      float64   // peak learning rate; 0 for the best rate of the static arms
 	optimizer string    // one of optim.ChoiceNames
 	decay     string    // of the learning rate: cosine, linear, or late (constant for half of the run)
@@ -80,7 +80,7 @@ var armKeys = []struct {
 		}
 		return formatNumber(a.rate)
 	}},
-	wordKey("kind", func(a *arm) *string { return &a.kind }, "stack", "interleave", "middle"),
+	wordKey("kind", func(a *arm) *string { return &a.kind }, "stack", "interleave", "middle", "new"),
 	wordKey("optimizer", func(a *arm) *string { return &a.optimizer },
 		optim.ChoiceNames()...),
 	wordKey("decay", func(a *arm) *string { return &a.decay }, "cosine", "linear", "late"),
@@ -225,9 +225,18 @@ func (a arm) check() error {
 			"share=forecast")
 	}
 
+	first := 0
 	for i := range a.blocks[1:] {
-		if _, _, err := a.growth(i); err != nil {
+		_, size, err := a.growth(i)
+		if err != nil {
 			return err
+		}
+
+		if i == 0 {
+			first = size
+		} else if a.forecast && !a.multiplies() && size != first {
+			return fmt.Errorf("with kind=%s and share=forecast, all growths have the same size, want such blocks "+
+				"or fixed shares", a.kind)
 		}
 	}
 
@@ -238,14 +247,17 @@ func (a arm) check() error {
 	return nil
 }
 
+// multiplies reports whether the arm's kind multiplies the number of blocks.
+func (a arm) multiplies() bool { return a.kind == "stack" || a.kind == "interleave" }
+
 // growth returns the kind and size of growth i.
 func (a arm) growth(i int) (kind blueprints.Kind, size int, err error) {
 	kind = map[string]blueprints.Kind{"stack": blueprints.Stack, "interleave": blueprints.Interleave,
-		"middle": blueprints.Middle}[a.kind]
+		"middle": blueprints.Middle, "new": blueprints.NewBlocks}[a.kind]
 	from, to := a.blocks[i], a.blocks[i+1]
-	for size = 2; ; size++ {
+	for size = 1; ; size++ {
 		order, err := blueprints.Order(kind, from, size)
-		if err != nil || len(order) > to {
+		if err != nil && size > 1 || len(order) > to {
 			return kind, 0, fmt.Errorf("kind=%s cannot make %d blocks of %d", a.kind, to, from)
 		}
 		if len(order) == to {
@@ -276,7 +288,7 @@ func (a arm) controller() state.Controller {
 	if a.forecast {
 		f := control.NewForecast(kind, size)
 		f.Growths = len(a.blocks) - 1
-		if a.kind != "middle" {
+		if a.multiplies() {
 			f.Size = a.depth() / a.blocks[0]
 		}
 		return f

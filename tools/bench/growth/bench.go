@@ -43,7 +43,7 @@ Compares growing models with static models on equal budgets and prints a table. 
 blocks=12,lr=0.002 (a static model) or blocks=3-12,share=0.1 (a model that grows). Without lr, the
 learning rate is tuned. With share=forecast, control.Forecast decides whether, when and how much to grow.
 Without share, control.Depth decides when to grow, and with share=curve it decides by the loss curve
-alone. Other keys are kind=stack|interleave|middle,
+alone. Other keys are kind=stack|interleave|middle|new,
 optimizer=adamw|muon|lion|adamw8bit, decay=cosine|linear|late, rewarm=STEPS, moments=kept|fresh,
 outputs=random|zero, norms=none|qk and boundary=NUMBER (llm.Config.Boundary). Without arms, the published comparison is made.
 

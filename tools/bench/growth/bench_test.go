@@ -18,15 +18,17 @@ import (
 // TestArmText checks that the written form of an arm omits defaults and can be parsed again.
 func TestArmText(t *testing.T) {
 	for text, written := range map[string]string{
-		"blocks=12":                          "blocks=12",
-		"lr=2e-3,blocks=12,kind=stack":       "blocks=12,lr=0.002",
-		"blocks=3-12,share=auto":             "blocks=3-12",
-		"blocks=3-12,share=curve":            "blocks=3-12,share=curve",
-		"blocks=3-6-12,share=0.05-0.2":       "blocks=3-6-12,share=0.05-0.2",
-		"blocks=4-12,share=0.1,kind=middle":  "blocks=4-12,share=0.1,kind=middle",
-		"optimizer=muon,blocks=1,norms=qk":   "blocks=1,optimizer=muon,norms=qk",
-		"blocks=2-4,share=0.5,moments=fresh": "blocks=2-4,share=0.5,moments=fresh",
-		"blocks=2,decay=late,outputs=zero":   "blocks=2,decay=late,outputs=zero",
+		"blocks=12":                            "blocks=12",
+		"lr=2e-3,blocks=12,kind=stack":         "blocks=12,lr=0.002",
+		"blocks=3-12,share=auto":               "blocks=3-12",
+		"blocks=3-12,share=curve":              "blocks=3-12,share=curve",
+		"blocks=3-6-12,share=0.05-0.2":         "blocks=3-6-12,share=0.05-0.2",
+		"blocks=4-12,share=0.1,kind=middle":    "blocks=4-12,share=0.1,kind=middle",
+		"blocks=2-3,share=0.1,kind=new":        "blocks=2-3,share=0.1,kind=new",
+		"blocks=2-4-6,share=forecast,kind=new": "blocks=2-4-6,share=forecast,kind=new",
+		"optimizer=muon,blocks=1,norms=qk":     "blocks=1,optimizer=muon,norms=qk",
+		"blocks=2-4,share=0.5,moments=fresh":   "blocks=2-4,share=0.5,moments=fresh",
+		"blocks=2,decay=late,outputs=zero":     "blocks=2,decay=late,outputs=zero",
 	} {
 		a, err := parseArm(text)
 		require.NoError(t, err)
@@ -51,6 +53,8 @@ func TestBadArms(t *testing.T) {
 		"the controller grows a model only once":    "blocks=3-6-12",
 		"kind=stack cannot make 12 blocks of 5":     "blocks=5-12,share=0.1",
 		"kind=middle cannot make 11 blocks of 6":    "blocks=6-11,share=0.1,kind=middle",
+		"all growths have the same size":            "blocks=2-4-8,share=forecast,kind=new",
+		"kind=new cannot make 3 blocks of 5":        "blocks=5-3,share=0.1,kind=new",
 		"kind=stack cannot make 3 blocks of 12":     "blocks=12-3,share=0.1",
 		"Growths[0].Share is 1, want 0 to less":     "blocks=3-12,share=1",
 		`rewarm is "-1": want a number of steps`:    "blocks=3-12,share=0.1,rewarm=-1",
