@@ -266,17 +266,25 @@ func (e era) tokens(plan state.RunPlan) func(epochs int) float64 {
 
 // rate returns the number of tokens that the era's model would see while spending the entire budget, or 0
 // if that is unknown.
+//
+// The first point is left out if there are others, because it contains the time in which the era's program
+// was made.
 func (e era) rate(r state.Report, plan state.RunPlan) float64 {
 	if len(e.points) == 0 {
 		return 0
 	}
 
-	last, start := e.points[len(e.points)-1], began(r, e)
-	if last.Share <= start {
+	epoch, share := e.epoch, began(r, e)
+	if len(e.points) > 1 {
+		epoch, share = e.points[0].Epoch, e.points[0].Share
+	}
+
+	last := e.points[len(e.points)-1]
+	if last.Share <= share {
 		return 0
 	}
 
-	return plan.EpochTokens * float64(last.Epoch-e.epoch) / (last.Share - start)
+	return plan.EpochTokens * float64(last.Epoch-epoch) / (last.Share - share)
 }
 
 // options returns the possible growths of a model with the given number of blocks, limited to a total

@@ -29,6 +29,7 @@ type simulation struct {
 	harm     float64 // added to the loss after growth
 	noise    float64 // standard deviation of the loss
 	fall     float64 // of the loss at fallTokens, after a plateau
+	stall    float64 // share that the start of the run and each growth take
 	block    float64 // parameters; blockParameters if 0
 	size     float64 // number of tokens that limits the loss like a block does; 27·blockParameters if 0
 }
@@ -79,7 +80,7 @@ func (s simulation) run(t *testing.T, f *control.Forecast) result {
 
 	var res result
 	r := state.Report{Site: blueprints.Depth, Seeds: []state.SeedReport{{Seed: 0}, {Seed: 1}}}
-	worth, share := 0.0, 0.0
+	worth, share := 0.0, s.stall
 	for share < 1 {
 		r.Epoch++
 		worth += plan.EpochTokens
@@ -117,6 +118,7 @@ func (s simulation) run(t *testing.T, f *control.Forecast) result {
 				}
 				res.worth = append(res.worth, worth)
 				plan.Growths = append(plan.Growths, state.RunGrowth{Epoch: r.Epoch, Blocks: blocks})
+				share += s.stall
 				now := law(blocks, worth)
 				blocks *= c.Request.Size
 				for lo, hi := worth/10, worth; hi-lo > 1; { // the tokens after which the grown model has this loss
@@ -223,6 +225,24 @@ func TestForecastRollsBack(t *testing.T) {
 	require.True(t, got.rolledBack)
 	require.Equal(t, 3, got.blocks)
 	require.Contains(t, got.whys[len(got.whys)-1], "after a rollback")
+}
+
+// TestForecastForgivesStalls checks that a growth that takes a twentieth of the run, as on a GPU that has to load its
+// kernels, is not rolled back, and that the predictions made soon afterward do not take the model for a slow one.
+func TestForecastForgivesStalls(t *testing.T) {
+	s := simulation{blocks: 3, epochs: 200, budget: 200}
+	want := s.run(t, control.NewForecast(blueprints.Stack, 4))
+	s.stall = 0.05
+	got := s.run(t, control.NewForecast(blueprints.Stack, 4))
+	require.Equal(t, want.blocks, got.blocks)
+	require.False(t, got.rolledBack)
+
+	predicted := regexp.MustCompile(`predicted final loss ([\d.]+), and [\d.]+ after a rollback`)
+	first := predicted.FindStringSubmatch(strings.Join(got.notes, "\n"))
+	require.Len(t, first, 2, got.notes)
+	loss, err := strconv.ParseFloat(first[1], 64)
+	require.NoError(t, err)
+	require.InEpsilon(t, got.loss, loss, 0.02)
 }
 
 // TestForecastPerToken checks that a run limited by steps grows within the bounds of Depth if it is short,
