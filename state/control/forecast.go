@@ -287,6 +287,32 @@ func (e era) rate(r state.Report, plan state.RunPlan) float64 {
 	return plan.EpochTokens * float64(last.Epoch-epoch) / (last.Share - share)
 }
 
+// withoutStalls returns the curve of a run as if no era had begun with a stall, in which the run spends time but
+// makes no steps: an engine compiles its program, loads its kernels, or measures which of them are fastest. Such
+// a stall at the start would make the first losses seem to fall faster than they do.
+func withoutStalls(r state.Report, plan state.RunPlan, eras []era) (points []state.Point) {
+	lost := 0.0
+	for _, e := range eras {
+		if rate := e.rate(r, plan); rate > 0 {
+			steps := plan.EpochTokens * float64(e.points[0].Epoch-e.epoch) / rate
+			if stall := e.points[0].Share - began(r, e) - steps; stall > leastStall {
+				lost += stall
+			}
+		}
+
+		for _, p := range e.points {
+			p.Share -= lost
+			points = append(points, p)
+		}
+	}
+
+	return points
+}
+
+// leastStall is the share above which a delay counts as a stall. It is more than the rounding of shares to
+// multiples of 1/1024.
+const leastStall = 0.003
+
 // options returns the possible growths of a model with the given number of blocks, limited to a total
 // factor of size and to the given number of growths.
 func (f *Forecast) options(blocks, size, growths int) (all []growthOption) {
@@ -393,7 +419,7 @@ func (f *Forecast) view(r state.Report) (v view) {
 		if len(eras) > 1 {
 			threshold = min(threshold, laterFlat)
 		}
-		return f.Trained || isFlat(r.Curve, threshold)
+		return f.Trained || isFlat(withoutStalls(r, plan, eras), threshold)
 	}
 	best := v.best(v.option)
 	switch {
@@ -560,7 +586,12 @@ func (f *Forecast) judge(r state.Report) (v judgment, ok bool) {
 		return v, false
 	}
 
+	// The speed of the grown model is unknown until a second point follows the one that contains the growth.
 	before, e := eras[len(eras)-2], eras[len(eras)-1]
+	if len(e.points) < 2 {
+		return v, false
+	}
+
 	o := outlook{size: before.size, seen: before.tokens(plan)(e.epoch)}
 	oldRate, rate := before.rate(r, plan), e.rate(r, plan)
 	if rate == 0 || oldRate == 0 || !o.fitLaw(before.points, before.tokens(plan)) {

@@ -29,7 +29,8 @@ type simulation struct {
 	harm     float64 // added to the loss after growth
 	noise    float64 // standard deviation of the loss
 	fall     float64 // of the loss at fallTokens, after a plateau
-	stall    float64 // share that the start of the run and each growth take
+	starting float64 // share that the start of the run takes
+	growing  float64 // share that each growth takes
 	block    float64 // parameters; blockParameters if 0
 	size     float64 // number of tokens that limits the loss like a block does; 27·blockParameters if 0
 }
@@ -80,7 +81,7 @@ func (s simulation) run(t *testing.T, f *control.Forecast) result {
 
 	var res result
 	r := state.Report{Site: blueprints.Depth, Seeds: []state.SeedReport{{Seed: 0}, {Seed: 1}}}
-	worth, share := 0.0, s.stall
+	worth, share := 0.0, s.starting
 	for share < 1 {
 		r.Epoch++
 		worth += plan.EpochTokens
@@ -118,7 +119,7 @@ func (s simulation) run(t *testing.T, f *control.Forecast) result {
 				}
 				res.worth = append(res.worth, worth)
 				plan.Growths = append(plan.Growths, state.RunGrowth{Epoch: r.Epoch, Blocks: blocks})
-				share += s.stall
+				share += s.growing
 				now := law(blocks, worth)
 				blocks *= c.Request.Size
 				for lo, hi := worth/10, worth; hi-lo > 1; { // the tokens after which the grown model has this loss
@@ -227,12 +228,31 @@ func TestForecastRollsBack(t *testing.T) {
 	require.Contains(t, got.whys[len(got.whys)-1], "after a rollback")
 }
 
+// TestForecastIgnoresStalls checks that a model grows after as many tokens as usual if a run on a budget of time
+// loses the first tenth of its time to the choice of kernels.
+func TestForecastIgnoresStalls(t *testing.T) {
+	s := simulation{blocks: 3, epochs: 400, budget: 100, fall: 1.5}
+	grow := func() result {
+		f := control.NewForecast(blueprints.Stack, 4)
+		f.Growths = 2
+		return s.run(t, f)
+	}
+
+	want := grow()
+	s.starting = 0.1
+	got := grow()
+	require.Len(t, got.worth, len(want.worth))
+	for i := range got.worth {
+		require.InEpsilon(t, want.worth[i], got.worth[i], 0.25)
+	}
+}
+
 // TestForecastForgivesStalls checks that a growth that takes a twentieth of the run, as on a GPU that has to load its
 // kernels, is not rolled back, and that the predictions made soon afterward do not take the model for a slow one.
 func TestForecastForgivesStalls(t *testing.T) {
 	s := simulation{blocks: 3, epochs: 200, budget: 200}
 	want := s.run(t, control.NewForecast(blueprints.Stack, 4))
-	s.stall = 0.05
+	s.growing = 0.05
 	got := s.run(t, control.NewForecast(blueprints.Stack, 4))
 	require.Equal(t, want.blocks, got.blocks)
 	require.False(t, got.rolledBack)
