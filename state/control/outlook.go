@@ -101,7 +101,7 @@ func (o outlook) best(g growthOption) float64 {
 }
 
 // leastLevel is the minimum level of a fit, relative to the current loss.
-const leastLevel = 0.4
+const leastLevel = 0.25
 
 // fitLaw fits level and gain to a part of a curve, using only the second half of its tokens. tokens
 // returns the number of tokens after a number of epochs. ok is false unless the curve falls.
