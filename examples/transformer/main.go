@@ -134,7 +134,7 @@ func run(ctx context.Context, path, out string, steps int, seed uint64, resume b
 		return rate * min(1, float64(step+1)/warmup, 2*left+0.0001) // falls in the second half
 	}
 
-	// Trainer, and the controller that lets it grow once that is predicted to pay off.
+	// Trainer, and the controller that lets it grow once the loss falls more slowly.
 	t, err := llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{Steps: steps, Batch: batch,
 		Schedule: schedule, Clip: 1, Epoch: max(1, min(10, steps/100)),
 		Engine: llm.CPUEngine(cpuops.WithMonitor(timeEvery))})
@@ -143,7 +143,7 @@ func run(ctx context.Context, path, out string, steps int, seed uint64, resume b
 	}
 	defer func() { err = errors.Join(err, t.Close()) }()
 
-	if err := t.Grow(llm.Growth{Controller: control.NewForecast(blueprints.Stack, growth)}); err != nil {
+	if err := t.Grow(llm.Growth{Controller: control.NewDepth(blueprints.Stack, growth)}); err != nil {
 		return err
 	}
 
