@@ -39,6 +39,7 @@ func figures(w *window, seed int) string {
 // TestPagesAgree checks that a page that was open from the start, a page opened in the middle of the
 // run, the page of a board of logs, and a report show the same figures.
 func TestPagesAgree(t *testing.T) {
+	t.Parallel()
 	folder := filepath.Join(t.TempDir(), "the run")
 	log := runlog.JSON(filepath.Join(folder, "log.jsonl"))
 	b, err := board.New()

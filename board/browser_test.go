@@ -99,7 +99,7 @@ func paced(tr *llm.Trainer, step time.Duration) {
 // width, in light and dark mode. With -timing, the page must load within a second.
 func TestPage(t *testing.T) {
 	w := browser(t)
-	tr := newTrainer(t, 400, 16)
+	tr := newTrainer(t, 100, 16)
 	_, url := listen(t, tr)
 	const why = "<img src=x onerror=document.title='broken'> it is hungry"
 	tr.On(func(e llm.Event) error {
@@ -158,6 +158,7 @@ func TestPage(t *testing.T) {
 // TestSteering checks that a person can germinate a seed on the page, sees the result, and can
 // stop the run.
 func TestSteering(t *testing.T) {
+	t.Parallel()
 	w := browser(t)
 	tr := newTrainer(t, 4000, 16)
 	_, url := listen(t, tr, board.WithControl())
@@ -195,6 +196,7 @@ func TestSteering(t *testing.T) {
 // TestFinishedRun checks that the page of a finished run offers no action that could only be
 // rejected, whether it was open when the run ended or is opened later.
 func TestFinishedRun(t *testing.T) {
+	t.Parallel()
 	w := browser(t)
 	tr := newTrainer(t, 20, 4)
 	_, url := listen(t, tr, board.WithControl())

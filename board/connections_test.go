@@ -85,6 +85,7 @@ func TestSilentConnections(t *testing.T) {
 // TestSlowReaders checks that a connection is dropped if its client does not read a long answer,
 // and that a new connection may replace it even before that.
 func TestSlowReaders(t *testing.T) {
+	t.Parallel()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	places := newConnections(l)

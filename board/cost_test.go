@@ -21,6 +21,7 @@ import (
 	"github.com/kasmina-go/kasmina/board"
 	"github.com/kasmina-go/kasmina/board/api"
 	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/internal/browsertest"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -50,7 +51,7 @@ func TestMain(m *testing.M) {
 		view(url)
 		return
 	}
-	os.Exit(m.Run())
+	os.Exit(browsertest.Run(m))
 }
 
 const viewers = 20

@@ -73,6 +73,7 @@ func becomes(t *testing.T, url, state string) (r api.Run) {
 // TestSilentLog checks that a run is silent, and not stopped, if its log has not changed for
 // minutes, and that it is running again once its log grows.
 func TestSilentLog(t *testing.T) {
+	t.Parallel()
 	folder := writeLog(t, filepath.Join(t.TempDir(), "one"), 3, 2)
 	past := time.Now().Add(-5 * time.Minute)
 	require.NoError(t, os.Chtimes(filepath.Join(folder, "log.jsonl"), past, past))
@@ -95,6 +96,7 @@ func TestSilentLog(t *testing.T) {
 // TestReplacedLog checks that the API and an open page discard all data of a log that another log
 // has replaced.
 func TestReplacedLog(t *testing.T) {
+	t.Parallel()
 	w := browser(t)
 	folder := writeLog(t, filepath.Join(t.TempDir(), "one"), 8, 2.25)
 	url := logs(t, folder)
@@ -147,6 +149,7 @@ func TestReplacedLog(t *testing.T) {
 // TestReplacedCheckpoint checks that a run does not get the settings of the run that it has
 // replaced, whose checkpoint may remain in the folder for a while.
 func TestReplacedCheckpoint(t *testing.T) {
+	t.Parallel()
 	one, two := logged(t, "one", 6), logged(t, "two", 4)
 	url := logs(t, one)
 	var r api.Run
@@ -196,6 +199,7 @@ func TestNamesOfLogs(t *testing.T) {
 // TestCSV checks that spreadsheets do not interpret names in the page's CSV as formulas, and that
 // numbers remain numbers.
 func TestCSV(t *testing.T) {
+	t.Parallel()
 	w := browser(t)
 	names := map[string]string{
 		"=1+1":           "'=1+1",

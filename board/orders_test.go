@@ -37,6 +37,7 @@ func atStep(t *testing.T, tr *llm.Trainer, step int) (reached <-chan struct{}, g
 // TestPendingOrders checks that a long-waiting order is reported as pending rather than rejected, and
 // that its client can query the result.
 func TestPendingOrders(t *testing.T) {
+	t.Parallel()
 	tr := newTrainer(t, 6, 4)
 	b, _ := listen(t, tr, board.WithControl())
 	b.SetPatience(20 * time.Millisecond)
@@ -96,6 +97,7 @@ func TestPendingOrders(t *testing.T) {
 // TestClientWaitsForPendingOrders checks that a client waits for the result of its order however
 // long the step takes, and that a client that gives up explains what may still happen.
 func TestClientWaitsForPendingOrders(t *testing.T) {
+	t.Parallel()
 	tr := newTrainer(t, 6, 4)
 	b, url := listen(t, tr, board.WithControl())
 	b.SetPatience(time.Millisecond)
@@ -143,6 +145,7 @@ func TestNamesAreLines(t *testing.T) {
 // TestTooManyPendingOrders checks that the number of pending orders is limited, and that the
 // result of each is known after the step.
 func TestTooManyPendingOrders(t *testing.T) {
+	t.Parallel()
 	tr := newTrainer(t, 6, 4)
 	b, _ := listen(t, tr, board.WithControl())
 	b.SetPatience(0)
@@ -174,6 +177,7 @@ func TestTooManyPendingOrders(t *testing.T) {
 // TestTelemetryOnThePage changes the telemetry on the page during a step that takes longer than
 // requests wait.
 func TestTelemetryOnThePage(t *testing.T) {
+	t.Parallel()
 	w := browser(t)
 	tr := newTrainer(t, 6, 4)
 	b, url := listen(t, tr, board.WithControl())

@@ -95,6 +95,7 @@ func everywhere(t *testing.T, run *store.Run, blocks int, sample string) {
 // TestEverywhere checks that the page finds and names seeds at all sites, even if there are
 // thousands, and shows the reasons for their changes. Names and samples must be shown literally.
 func TestEverywhere(t *testing.T) {
+	t.Parallel()
 	w := browser(t)
 	b, err := board.New()
 	require.NoError(t, err)
@@ -132,6 +133,9 @@ func TestEverywhere(t *testing.T) {
 			scheme string
 			name   string
 		}{{1280, "light", ""}, {1280, "dark", "-dark"}, {390, "light", "-phone"}} {
+			if *screenshots == "" && v.width > 390 {
+				continue // nobody looks
+			}
 			w.view(v.width, 900, v.scheme)
 			if run.id == "0" {
 				w.shoot("board" + v.name + ".png")

@@ -375,7 +375,7 @@ func TestBatcherOfInference(t *testing.T) {
 					for len(all) < 60+10*i {
 						all = append(all, r.IntN(256))
 					}
-					for range 24 {
+					for range 12 {
 						seen := all[max(0, len(all)-c.Seq):]
 						got, err := next(t.Context(), seen)
 						if err != nil {

@@ -158,9 +158,9 @@ func TestResume(t *testing.T) {
 // random moment and soon after it has started to write a file. The next process must always be able to
 // resume from the checkpoint.
 func TestKillWhileSaving(t *testing.T) {
-	kills := 60
-	if testing.Short() {
-		kills = 20
+	kills := 20
+	if randtest.Long() {
+		kills = 100
 	}
 
 	r := randtest.New(t)

@@ -35,7 +35,7 @@ func TestAllocations(t *testing.T) {
 		"AdamW": func() (optim.Optimizer, error) { return optim.NewAdamW() },
 		"Muon":  func() (optim.Optimizer, error) { return optim.NewMuon() },
 	} {
-		for _, layers := range []int{2, 24} {
+		for _, layers := range []int{2, 12} {
 			c := Config{Vocab: 64, Dim: 32, Layers: layers, Heads: 2, Seq: 32,
 				Kasmina: blocks(layers), Seeds: 4}.Default()
 			m, err := NewModel(c, tensor.Float32, 1)

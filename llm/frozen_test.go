@@ -11,6 +11,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm/chatdata"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -60,6 +61,9 @@ func TestFrozenModel(t *testing.T) {
 	c := maskedConfig()
 	for _, typ := range frozenTypes {
 		for name, a := range adapters(t, c) {
+			if name != "LoRA" && typ != cpuops.NF4 && !randtest.Long() {
+				continue // the adapter does not know the type of the weights
+			}
 			t.Run(fmt.Sprint(typ, " ", name), func(t *testing.T) {
 				frozen, wide := frozenModel(t, typ, c)
 				require.Equal(t, typ, frozen.BaseType())

@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/opcase"
 	"github.com/kasmina-go/kasmina/internal/opcase/optest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/op"
 )
 
@@ -108,9 +109,9 @@ func TestGradients(t *testing.T) {
 	for _, c := range opCases(r) {
 		t.Run(c.name, func(t *testing.T) {
 			weights := normal(r, len(c.Want(c.In)))
-			samples := 60 // elements to vary one at a time, in addition to a direction that varies all of them
-			if testing.Short() {
-				samples = 10
+			samples := 15 // elements to vary one at a time, in addition to a direction that varies all of them
+			if randtest.Long() {
+				samples = 60
 			}
 			if rows := len(weights) / 4; rows > 100 {
 				samples = min(samples, max(3, 4000/rows)) // a pass takes milliseconds

@@ -442,19 +442,21 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 			filepath.Join(dir, "out")).Replace(line)
 		var stdout, stderr bytes.Buffer
 		err := run(t.Context(), strings.Fields(line), &stdout, &stderr)
-		text := fmt.Sprintf("%s\n%s\n%v\n", &stdout, &stderr, err)
+		text := timesAndPlaces.ReplaceAllString(fmt.Sprintf("%s\n%s\n%v\n", &stdout, &stderr, err), "")
 		files := snapshotOf(t, filepath.Dir(dir))
 		for _, path := range slices.Sorted(maps.Keys(files)) {
 			switch filepath.Base(path) {
 			case manifestName: // contains the options
 				text += path
+			case resultName:
+				text += path + timesAndPlaces.ReplaceAllString(files[path], "")
 			case logName: // contains times
 				text += fmt.Sprint(path, strings.Count(files[path], `"event":"saved"`))
 			default:
 				text += path + files[path]
 			}
 		}
-		return timesAndPlaces.ReplaceAllString(strings.ReplaceAll(text, filepath.Dir(dir), "DIR"), "")
+		return strings.ReplaceAll(text, filepath.Dir(dir), "DIR")
 	}
 
 	without := map[string]string{} // output and files of commands without the flag

@@ -6,6 +6,8 @@ import (
 	_ "embed"
 	"fmt"
 	"os/exec"
+	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -30,6 +32,57 @@ type Window struct {
 	said chan string // errors and warnings in the console
 }
 
+// shared is the browser in which Run opens all windows of a package.
+var shared struct {
+	sync.Mutex
+	wanted  bool
+	context context.Context // nil until the first window opens
+	stop    []func()
+}
+
+// Run runs the tests of a package, as m.Run does, with a single browser for all of their windows. Windows do
+// not share cookies or storage. Without Run, every window opens in a browser of its own.
+func Run(m *testing.M) (code int) {
+	shared.wanted = true
+	defer func() {
+		for _, stop := range slices.Backward(shared.stop) {
+			stop()
+		}
+	}()
+	return m.Run()
+}
+
+// start starts a browser. The returned functions end it, in reverse order.
+func start(parent context.Context, path string) (ctx context.Context, stop []func(), err error) {
+	ctx, stopAllocator := chromedp.NewExecAllocator(parent, chromedp.ExecPath(path), chromedp.NoSandbox,
+		chromedp.Headless, chromedp.Flag("disable-dev-shm-usage", true))
+	ctx, stopBrowser := chromedp.NewContext(ctx)
+	return ctx, []func(){stopAllocator, stopBrowser}, chromedp.Do(ctx)
+}
+
+// browser returns the context of the browser in which a test opens its windows.
+func browser(t *testing.T, path string) context.Context {
+	t.Helper()
+	if !shared.wanted {
+		ctx, stop, err := start(t.Context(), path)
+		for _, s := range stop {
+			t.Cleanup(s)
+		}
+		require.NoError(t, err)
+		return ctx
+	}
+
+	shared.Lock()
+	defer shared.Unlock()
+	if shared.context == nil {
+		ctx, stop, err := start(context.Background(), path)
+		shared.stop = append(shared.stop, stop...)
+		require.NoError(t, err)
+		shared.context = ctx
+	}
+	return shared.context
+}
+
 // Open opens a window of the given size. It skips the test if Chromium is not installed.
 func Open(t *testing.T, width, height int) *Window {
 	t.Helper()
@@ -44,21 +97,18 @@ func Open(t *testing.T, width, height int) *Window {
 		t.Skip("no Chromium: Debian's package chromium has one")
 	}
 
-	ctx, stop := chromedp.NewExecAllocator(t.Context(), chromedp.ExecPath(path),
-		chromedp.NoSandbox, chromedp.Headless,
-		chromedp.Flag("disable-dev-shm-usage", true), chromedp.WindowSize(width, height))
-	t.Cleanup(stop)
-	ctx, stop = chromedp.NewContext(ctx)
+	ctx, stop := chromedp.NewContext(browser(t, path), chromedp.WithNewBrowserContext())
 	t.Cleanup(stop)
 
 	w := &Window{T: t, Context: ctx, said: make(chan string, 100)}
-	w.Do(chromedp.Func(func(ctx context.Context, t *chromedp.Target) error {
-		if _, err := cdp.Call(ctx, t, runtime.Enable, cdp.Empty{}); err != nil {
+	w.Do(chromedp.EmulateViewport(int64(width), int64(height)),
+		chromedp.Func(func(ctx context.Context, t *chromedp.Target) error {
+			if _, err := cdp.Call(ctx, t, runtime.Enable, cdp.Empty{}); err != nil {
+				return err
+			}
+			_, err := cdp.Call(ctx, t, log.Enable, cdp.Empty{})
 			return err
-		}
-		_, err := cdp.Call(ctx, t, log.Enable, cdp.Empty{})
-		return err
-	}))
+		}))
 
 	require.NoError(t, chromedp.Listen(ctx, func(e any) {
 		text := ""

@@ -18,9 +18,9 @@ var flags = runtest.AddFlags()
 
 // TestRandomRuns checks that random runs keep the guarantees of package llm.
 func TestRandomRuns(t *testing.T) {
-	plan := runtest.Plan{Usual: 10 * time.Second, Fixed: 15}
+	plan := runtest.Plan{Usual: 3 * time.Second, Fixed: 8}
 	if testing.Short() {
-		plan.Fixed = 6
+		plan.Fixed = 4
 	}
 	runtest.Campaign(t, runtest.CPU(), *flags, plan)
 }
@@ -30,7 +30,7 @@ func TestRandomRuns(t *testing.T) {
 // -cases 1000, the test continues until an operation has failed in 1,000 runs.
 func TestRandomFailures(t *testing.T) {
 	m := runtest.CPU()
-	plan := runtest.Plan{Usual: 5 * time.Second, Fixed: 8, Failing: true,
+	plan := runtest.Plan{Usual: 2 * time.Second, Fixed: 5, Failing: true,
 		Change: func(c *runtest.Case) bool { return runtest.OnlyFault(c, m) }}
 	if testing.Short() {
 		plan.Fixed = 3

@@ -173,7 +173,7 @@ func TestKilledRanks(t *testing.T) {
 		t.Skip("needs /proc to find processes")
 	}
 
-	kills := 6 // TestAimedKills makes further kills
+	kills := 3 // TestAimedKills makes further kills
 	if testing.Short() {
 		kills = 2
 	}

@@ -36,8 +36,8 @@ import (
 // patience is far longer than anything in these tests takes.
 const patience = 100 * time.Second
 
-// sizes returns the numbers of ranks to test, up to more than a step has batches. In short mode, used with the
-// race detector, one is enough.
+// sizes returns the numbers of ranks to test, up to more than a step has batches: a small and a large one, which
+// vary from run to run. In short mode, used with the race detector, one is enough.
 func sizes() []int {
 	switch {
 	case testing.Short():
@@ -45,7 +45,7 @@ func sizes() []int {
 	case randtest.Long():
 		return []int{1, 2, 3, 4, 5, 6, 7, 8}
 	}
-	return []int{1, 2 + 2*rand.IntN(2), 3, 8}
+	return []int{1 + rand.IntN(4), 5 + rand.IntN(4)}
 }
 
 // setup describes a run. All ranks have the same setup unless a test changes it.
@@ -312,7 +312,7 @@ func (s setup) file(t *testing.T, size int) []byte {
 }
 
 // TestSameBits checks that checkpoints, with parameters, moments, lattices and everything else, are the
-// same on 1, 2, 3, 4 and 8 ranks and in a single process that accumulates the same batches.
+// same on any number of ranks and in a single process that accumulates the same batches.
 func TestSameBits(t *testing.T) {
 	plain := llm.Config{Vocab: 1100, Dim: 16, Layers: 1, Heads: 2, Seq: 12}.Default()
 	for name, s := range map[string]setup{
@@ -442,6 +442,11 @@ func TestResumesOnAnyNumber(t *testing.T) {
 			pairs := map[int]int{3: 8, 8: 2, 1: 4, 4: 0, 0: 3}
 			if !s.background { // the Muon run covers more than this one
 				pairs = map[int]int{3: 8, 2: 0}
+			}
+			for from := range pairs {
+				if len(pairs) > 2 && !randtest.Long() { // others in each run
+					delete(pairs, from)
+				}
 			}
 			if testing.Short() {
 				if pairs = map[int]int{3: 2}; !s.background {

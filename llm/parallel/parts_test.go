@@ -60,6 +60,8 @@ func TestParts(t *testing.T) {
 				pairs = pairs[:1]
 			} else if !s.grow && !randtest.Long() { // the growing run does all that these do
 				pairs = pairs[rand.IntN(len(pairs)):][:1]
+			} else if !randtest.Long() {
+				pairs = pairs[rand.IntN(len(pairs)-1):][:2]
 			}
 			for _, sizes := range pairs {
 				own := s

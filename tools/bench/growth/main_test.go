@@ -69,7 +69,7 @@ func TestRun(t *testing.T) {
 	var stdout, stderr strings.Builder
 	// a number of tokens instead of a time, because a busy machine might not grow the model in such a
 	// short time
-	require.NoError(t, Pairs(t.Context(), tiny(t, out, "-runs", "2", "-tokens", "9600"), &stdout,
+	require.NoError(t, Pairs(t.Context(), tiny(t, out, "-runs", "2", "-tokens", "4800"), &stdout,
 		&stderr), &stderr)
 	l := lastLine(t, stdout.String())
 	require.Equal(t, []uint64{1, 2}, l.Seeds)
@@ -114,7 +114,7 @@ func TestSites(t *testing.T) {
 		var stdout, stderr strings.Builder
 		out := t.TempDir()
 		require.NoError(t, Pairs(t.Context(), tiny(t, out, "-runs", "1", "-only", "grown", "-site",
-			site, "-where", where, "-tokens", "2400", "-dim", "32", "-active", "4", "-features", "8", "-rank", "2"),
+			site, "-where", where, "-tokens", "1400", "-dim", "32", "-active", "4", "-features", "8", "-rank", "2"),
 			&stdout, &stderr), &stderr)
 		record, err := os.ReadFile(filepath.Join(out, "grown-1.record.jsonl"))
 		require.NoError(t, err)
