@@ -65,7 +65,7 @@ func fakeMachine(t *testing.T, opts ...cudaops.MachineOption) runtest.Device {
 
 // TestRandomRuns performs the random runs of package runtest on the fake driver.
 func TestRandomRuns(t *testing.T) {
-	plan := runtest.Plan{Usual: 4 * time.Second, Fixed: 7}
+	plan := runtest.Plan{Usual: 2 * time.Second, Fixed: 4}
 
 	for name, opts := range map[string][]cudaops.MachineOption{
 		"float32":            nil,
