@@ -391,8 +391,10 @@ func (f *Forecast) view(r state.Report) (v view) {
 
 	price := func(g growthOption) growthOption { return priced(g, plan.PerToken) }
 
-	// Without a fit, the predictions can only be ranked.
-	v.fitted = len(e.points) >= leastPoints && v.fitLaw(e.points, e.tokens(plan))
+	// Without a fit, the predictions can only be ranked. The plan is made without one, because a law cannot be
+	// fitted to the steep start.
+	v.fitted = len(e.points) >= leastPoints && (len(eras) > 1 || planned(e.points[:len(e.points)-1])) &&
+		v.fitLaw(e.points, e.tokens(plan))
 	if !v.fitted {
 		v.level, v.gain = 0, 1
 		v.text += v.outline(all, price, plan, now)
@@ -629,8 +631,20 @@ func (f *Forecast) judge(r state.Report) (v judgment, ok bool) {
 // noteShare is the interval between notes, as a share of the budget.
 const noteShare = 0.1
 
-// Notes returns the predictions for the run: at the first point of the curve, where they serve as a plan,
-// and then after every tenth of the budget.
+// planned reports whether the points of a curve suffice for a plan, which depends on the speed of the run. The first
+// point may contain a stall, and shares are rounded to multiples of 1/1024.
+func planned(points []state.Point) bool {
+	n := len(points)
+	return n >= planPoints && points[n-1].Share-points[0].Share >= planShare
+}
+
+const (
+	planPoints = 4
+	planShare  = 0.01
+)
+
+// Notes returns the predictions for the run: at the start, where they serve as a plan, and then after every
+// tenth of the budget.
 func (f *Forecast) Notes(reports []state.Report) (notes []string) {
 	for _, r := range reports {
 		n := len(r.Curve)
@@ -639,11 +653,9 @@ func (f *Forecast) Notes(reports []state.Report) (notes []string) {
 			continue
 		}
 
-		before, now := 0.0, r.Curve[n-1].Share
-		if n > 1 {
-			before = r.Curve[n-2].Share
-		}
-		if now == 0 || before > 0 && math.Floor(before/noteShare) == math.Floor(now/noteShare) {
+		first := planned(r.Curve) && !planned(r.Curve[:n-1])
+		tenth := n > 1 && math.Floor(r.Curve[n-2].Share/noteShare) != math.Floor(r.Curve[n-1].Share/noteShare)
+		if !first && !tenth {
 			continue
 		}
 

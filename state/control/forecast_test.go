@@ -95,7 +95,8 @@ func (s simulation) run(t *testing.T, f *control.Forecast) result {
 		if len(plan.Growths) > 0 {
 			res.loss += s.harm
 		}
-		r.Curve = append(r.Curve, state.Point{Epoch: r.Epoch, Share: min(1, share),
+		rounded := math.Floor(min(1, share)*1024) / 1024 // as a trainer rounds it
+		r.Curve = append(r.Curve, state.Point{Epoch: r.Epoch, Share: rounded,
 			Loss: res.loss + s.noise*random.NormFloat64()})
 		for i := range r.Seeds {
 			r.Seeds[i].EpochsInStage++
@@ -342,6 +343,22 @@ func TestForecastPlans(t *testing.T) {
 	require.InDelta(t, 11, len(got.notes), 1)
 	require.Contains(t, got.notes[0], "would lower the reducible loss by")
 	require.Contains(t, got.notes[1], "predicted final loss")
+}
+
+// TestForecastPlansByTheSpeed checks that the plan knows how many tokens the run will see, although it starts with a
+// stall, and although shares are rounded by more than an epoch takes.
+func TestForecastPlansByTheSpeed(t *testing.T) {
+	planned := regexp.MustCompile(`would reach ([\d.]+) tokens per parameter`)
+	for _, starting := range []float64{0, 0.05} {
+		s := simulation{blocks: 3, epochs: 2000, budget: 200, starting: starting}
+		got := s.run(t, control.NewForecast(blueprints.Stack, 4))
+		require.Contains(t, got.notes[0], "would lower the reducible loss by")
+		reach := planned.FindStringSubmatch(got.notes[0])
+		require.Len(t, reach, 2)
+		tokens, err := strconv.ParseFloat(reach[1], 64)
+		require.NoError(t, err)
+		require.InEpsilon(t, s.budget*(1-starting), tokens, 0.1)
+	}
 }
 
 // TestForecastByRecordedCurves replays training curves from docs/lab/growth.md. The best arms of those
