@@ -5,8 +5,8 @@
 //	go run ./examples/transformer -data ~/notes -out runs/notes
 //	go run ./examples/transformer -resume                       # continues after Ctrl-C
 //
-// The model starts with two blocks and doubles them once it learns more slowly. Kasmina layers after
-// the first two blocks observe the activations with dormant seeds. At the end the program compares
+// The model starts with two blocks and doubles them once that is predicted to lower its final loss. Kasmina
+// layers after the first two blocks observe the activations with dormant seeds. At the end the program compares
 // the model with gzip and byte trigrams, and draws a sample.
 //
 // The command "kasmina train" does the same for models of all sizes, on GPUs too, and writes them for
@@ -134,7 +134,7 @@ func run(ctx context.Context, path, out string, steps int, seed uint64, resume b
 		return rate * min(1, float64(step+1)/warmup, 2*left+0.0001) // falls in the second half
 	}
 
-	// Trainer, and the controller that lets it grow once the loss falls more slowly.
+	// Trainer, and the controller that lets it grow once that is predicted to pay off.
 	t, err := llm.NewTrainer(model, loader, optimizer, llm.TrainConfig{Steps: steps, Batch: batch,
 		Schedule: schedule, Clip: 1, Epoch: max(1, min(10, steps/100)),
 		Engine: llm.CPUEngine(cpuops.WithMonitor(timeEvery))})
@@ -143,7 +143,7 @@ func run(ctx context.Context, path, out string, steps int, seed uint64, resume b
 	}
 	defer func() { err = errors.Join(err, t.Close()) }()
 
-	if err := t.Grow(llm.Growth{Controller: control.NewDepth(blueprints.Stack, growth)}); err != nil {
+	if err := t.Grow(llm.Growth{Controller: control.NewForecast(blueprints.Stack, growth)}); err != nil {
 		return err
 	}
 
