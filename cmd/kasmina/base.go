@@ -164,7 +164,7 @@ const shiftText = "The committee met on Tuesday to discuss the new library. Most
 // shiftTokens returns the tokens of shiftText, or the first tokens of the vocabulary if the text cannot
 // be encoded.
 func (o *convertOptions) shiftTokens(f *hf.Folder) []int {
-	if tok, err := tokenizerOf(f.Dir, f.Config.Vocab); err == nil {
+	if tok, err := tokenizerOf(f); err == nil {
 		if ids := tok.Encode([]byte(shiftText)); len(ids) > 0 && tok.check(ids) == nil {
 			return ids
 		}

@@ -93,7 +93,7 @@ func (o *convertOptions) run(c *cobra.Command) error {
 		model = base
 	}
 
-	f, err := hf.Open(model)
+	f, err := openFolder(model)
 	if err != nil {
 		return err
 	}

@@ -16,7 +16,6 @@ import (
 	"golang.org/x/term"
 
 	"github.com/kasmina-go/kasmina/llm/chatdata"
-	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
 )
 
@@ -130,18 +129,18 @@ func (o *dataCheck) run(c *cobra.Command, path string) error {
 
 // encoder returns an encoder for the model. It needs a chat template only for conversations.
 func (o *dataCheck) encoder() (*chatdata.Encoder, error) {
-	f, err := hf.Open(o.model)
+	f, err := openFolder(o.model)
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
 
-	tok, err := tokenizerOf(o.model, f.Config.Vocab)
+	tok, err := tokenizerOf(f)
 	if err != nil {
 		return nil, err
 	}
 
-	template, err := chat.Load(o.model)
+	template, err := f.Template()
 	if err != nil && !errors.Is(err, chat.ErrNoTemplate) {
 		return nil, err
 	}

@@ -80,7 +80,7 @@ func (o *common) eval(c *cobra.Command) error {
 		return err
 	}
 
-	tok, err := tokenizerOf(f.textDir(), f.Config.Vocab)
+	tok, err := tokenizerOf(f.texts())
 	if err != nil {
 		return err
 	}

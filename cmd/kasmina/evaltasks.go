@@ -18,6 +18,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/tasks"
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
 )
@@ -69,7 +70,7 @@ func (o *evalOptions) evalTasks(c *cobra.Command) (err error) {
 	}
 	defer f.Close()
 
-	all, err := o.openTasks(f.textDir())
+	all, err := o.openTasks(f.texts())
 	if err != nil {
 		return err
 	}
@@ -86,7 +87,7 @@ func (o *evalOptions) evalTasks(c *cobra.Command) (err error) {
 		return err
 	}
 
-	tok, err := tokenizerOf(f.textDir(), f.Config.Vocab)
+	tok, err := tokenizerOf(f.texts())
 	if err != nil {
 		return err
 	}
@@ -135,10 +136,10 @@ func (o *evalOptions) evalTasks(c *cobra.Command) (err error) {
 }
 
 // openTasks opens the tasks in the files. The chat template is that of a folder.
-func (o *evalOptions) openTasks(textDir string) (all []*tasks.Task, err error) {
+func (o *evalOptions) openTasks(f *hf.Folder) (all []*tasks.Task, err error) {
 	options := tasks.Options{FewShot: o.fewShot, Limit: o.limit}
 	if o.chat {
-		template, err := chat.Load(textDir)
+		template, err := f.Template()
 		if err != nil {
 			return nil, fmt.Errorf("--chat: %w", err)
 		}
@@ -217,8 +218,14 @@ func modelIdentity(dirs []string, precision string) (string, error) {
 	return hex.EncodeToString(h.Sum(nil)), nil
 }
 
-// hashFolder hashes the settings in a folder, and the names, the sizes and the times of its weights.
+// hashFolder hashes the settings in a folder, and the names, the sizes and the times of its weights. The model may
+// also be a file.
 func hashFolder(h io.Writer, dir string) error {
+	if info, err := os.Stat(dir); err == nil && info.Mode().IsRegular() {
+		fmt.Fprintln(h, info.Name(), info.Size(), info.ModTime().UnixNano())
+		return nil
+	}
+
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return err

@@ -215,7 +215,7 @@ func (o *finetuneOptions) run(c *cobra.Command) (err error) {
 		return err
 	}
 
-	f, err := hf.Open(o.model)
+	f, err := openFolder(o.model)
 	if err != nil {
 		return err
 	}

@@ -107,7 +107,7 @@ func (o *generateOptions) run(c *cobra.Command) error {
 	}
 	defer f.Close()
 
-	tok, err := tokenizerOf(f.textDir(), f.Config.Vocab)
+	tok, err := tokenizerOf(f.texts())
 	if err != nil {
 		return err
 	}
@@ -125,7 +125,7 @@ func (o *generateOptions) run(c *cobra.Command) error {
 	before, _ := tok.Affixes()
 	prompt, shown := append(before, tok.Encode([]byte(o.prompt))...), o.prompt
 	if o.chat {
-		text, err := o.message(f.textDir())
+		text, err := o.message(f.texts())
 		if err != nil {
 			return err
 		}
@@ -295,8 +295,8 @@ func (o *generateOptions) checkSampling(c *cobra.Command, s sampler.Config) erro
 }
 
 // message renders the prompt with the chat template of a folder.
-func (o *generateOptions) message(dir string) (string, error) {
-	t, err := chat.Load(dir)
+func (o *generateOptions) message(f *hf.Folder) (string, error) {
+	t, err := f.Template()
 	if err != nil {
 		return "", fmt.Errorf("--chat: %w", err)
 	}

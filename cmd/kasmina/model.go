@@ -30,7 +30,7 @@ type common struct {
 }
 
 func (o *common) modelFlag(c *cobra.Command) {
-	c.Flags().StringVarP(&o.model, "model", "m", "", "model `directory` (must contain config.json)")
+	c.Flags().StringVarP(&o.model, "model", "m", "", "model `directory` (must contain config.json), or GGUF file")
 }
 
 func (o *common) dataFlag(c *cobra.Command) {
@@ -119,14 +119,13 @@ type vocabulary struct {
 	size int // of the model's vocabulary
 }
 
-// tokenizerOf reads the tokenizer of a folder for a model with a vocabulary of the given size.
-func tokenizerOf(dir string, size int) (vocabulary, error) {
-	tok, err := tokenizers.Load(dir)
+// tokenizerOf reads the tokenizer of a folder, for its model.
+func tokenizerOf(f *hf.Folder) (vocabulary, error) {
+	tok, err := f.Tokenizer()
 	if errors.Is(err, fs.ErrNotExist) {
-		return vocabulary{}, fmt.Errorf("%s has no tokenizer.json: copy the tokenizer.json of the model there",
-			dir)
+		return vocabulary{}, fmt.Errorf("%s has no tokenizer.json: copy the tokenizer.json of the model there", f.Dir)
 	}
-	return vocabulary{tok, size}, err
+	return vocabulary{tok, f.Config.Vocab}, err
 }
 
 // VocabSize returns the number of ids that both the tokenizer and the model have.

@@ -11,6 +11,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/hf"
+	"github.com/kasmina-go/kasmina/llm/hf/gguf"
 	"github.com/kasmina-go/kasmina/llm/serve"
 )
 
@@ -39,6 +40,19 @@ func (m *openedModel) merges() bool {
 	return m.alone && len(m.adapters) == 1 && m.adapters[0].ChangesOuterLayers()
 }
 
+// openFolder opens a model's folder, or a GGUF file.
+func openFolder(path string) (*hf.Folder, error) {
+	info, err := os.Stat(path)
+	if err != nil || !info.Mode().IsRegular() {
+		return hf.Open(path)
+	}
+	if !gguf.Is(path) {
+		return nil, fmt.Errorf("%s is neither a folder nor a GGUF file: name the folder with config.json, or a GGUF file",
+			path)
+	}
+	return gguf.Open(path)
+}
+
 // openModel opens --model and reads the adapters. --model may also name adapters, which name their model.
 func (o *common) openModel(ctx context.Context) (m *openedModel, err error) {
 	m = &openedModel{dirs: o.adapters}
@@ -54,7 +68,7 @@ func (o *common) openModel(ctx context.Context) (m *openedModel, err error) {
 		}
 	}
 
-	if m.Folder, err = hf.Open(model); err != nil {
+	if m.Folder, err = openFolder(model); err != nil {
 		return nil, err
 	}
 	for _, dir := range m.dirs {
@@ -97,7 +111,7 @@ func baseOf(dir string) (string, error) {
 
 	// Besides the working directory, a relative path may start at the adapters.
 	for _, path := range []string{base, filepath.Join(dir, base)} {
-		if info, err := os.Stat(path); err == nil && info.IsDir() {
+		if info, err := os.Stat(path); err == nil && (info.IsDir() || info.Mode().IsRegular()) {
 			return path, nil
 		}
 	}
@@ -113,12 +127,12 @@ func (m *openedModel) adapter() *llm.Adapter {
 	return m.adapters[0]
 }
 
-// textDir returns the folder with the tokenizer and the chat template, for a model with at most one adapter.
-func (m *openedModel) textDir() string {
+// texts returns the folder with the tokenizer and the chat template, for a model with at most one adapter.
+func (m *openedModel) texts() *hf.Folder {
 	if len(m.dirs) == 0 {
-		return m.Dir
+		return m.Folder
 	}
-	return hf.TextFolder(m.dirs[0], m.Dir)
+	return m.WithTexts(m.dirs[0])
 }
 
 // served describes the model, with its only adapter if it has one.

@@ -34,12 +34,12 @@ func (o *trainOptions) origin(c *cobra.Command, m machines, s stage, text *data.
 		return o.fromScratch(c, m, s, text)
 	}
 
-	f, err := hf.Open(o.model)
+	f, err := openFolder(o.model)
 	if err != nil {
 		return nil, err
 	}
 
-	tok, err := tokenizerOf(o.model, f.Config.Vocab)
+	tok, err := tokenizerOf(f)
 	if err != nil {
 		f.Close()
 		return nil, err

@@ -7,8 +7,6 @@ import (
 	"slices"
 
 	"github.com/spf13/cobra"
-
-	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
 // excluding lists pairs of options that end a run. If one option of a pair is given, the other is not
@@ -76,7 +74,7 @@ func (o *trainOptions) settle(m machines) {
 		return
 	}
 
-	if f, err := hf.Open(o.model); err == nil { // runFrom reports the error
+	if f, err := openFolder(o.model); err == nil { // runFrom reports the error
 		if o.seq == 0 {
 			o.seq = min(f.Config.Seq, 1024)
 		}

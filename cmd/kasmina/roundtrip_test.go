@@ -34,8 +34,9 @@ type completion struct {
 	}
 }
 
-// TestRoundTrip trains adapters, merges and saves them, and checks that the saved model and the server generate the
-// same 1,000 greedy tokens, and that the run's GGUF file has the same weights as the saved model.
+// TestRoundTrip trains adapters, merges and saves them, and checks that the saved model and its GGUF file generate
+// the same 1,000 greedy tokens, also when they are served, and that the run's GGUF file has the same weights as the
+// saved model.
 func TestRoundTrip(t *testing.T) {
 	model := filepath.Join(t.TempDir(), "model")
 	// The saved model must not round its weights to bfloat16, because the GGUF file keeps them in
@@ -95,29 +96,107 @@ func TestRoundTrip(t *testing.T) {
 	want.Write(d.Flush())
 
 	// Serve the weights in float32, the type of the saved files.
+	for _, model := range []string{out, filepath.Join(out, ggufName)} {
+		got := complete(t, `{"prompt":"Permission is","temperature":0,"max_tokens":1000,"ignore_eos":true}`,
+			"--model", model, "--precision", "f32")
+		require.Equal(t, 1000, got.Usage.Completion)
+		require.Equal(t, want.String(), got.Choices[0].Text, model)
+	}
+}
+
+// complete starts a server with the given arguments on the CPU, and returns its answer to a request for a completion.
+func complete(t *testing.T, body string, args ...string) (got completion) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	r, w := io.Pipe()
 	ended := make(chan error, 1)
 	go func() {
-		ended <- run(ctx, []string{"serve", "--model", out, "--device", "cpu", "--addr", "127.0.0.1:0", "--precision", "f32"}, w, io.Discard)
+		ended <- run(ctx, append([]string{"serve", "--device", "cpu", "--addr", "127.0.0.1:0"}, args...), w, io.Discard)
 		w.Close()
 	}()
 	lines := bufio.NewScanner(r)
-	require.True(t, lines.Scan())
+	require.True(t, lines.Scan(), "the server does not start")
 	url := regexp.MustCompile(`http://[^/]+`).FindString(lines.Text())
 	go io.Copy(io.Discard, r)
-	answer, err := http.Post(url+"/v1/completions", "application/json",
-		strings.NewReader(`{"prompt":"Permission is","temperature":0,"max_tokens":1000,"ignore_eos":true}`))
+
+	answer, err := http.Post(url+"/v1/completions", "application/json", strings.NewReader(body))
 	require.NoError(t, err)
-	var got completion
 	require.NoError(t, json.NewDecoder(answer.Body).Decode(&got))
 	answer.Body.Close()
-	require.Equal(t, 1000, got.Usage.Completion)
-	require.Equal(t, want.String(), got.Choices[0].Text)
 	cancel()
 	http.DefaultClient.CloseIdleConnections()
 	require.ErrorIs(t, <-ended, context.Canceled)
+	return got
+}
+
+// TestGGUFModels checks that the commands compute with a GGUF file what they compute with the folder that it was
+// converted from, at the precision of the file.
+func TestGGUFModels(t *testing.T) {
+	task := filepath.Join(t.TempDir(), "task.jsonl")
+	require.NoError(t, os.WriteFile(task, []byte(`{"goal": "Permission 3 is", "sol1": "granted", "sol2": "xyz", "label": 0}`+
+		"\n"), 0o666))
+	for _, kind := range []string{"f32", "f16", "bf16", "q8_0"} {
+		t.Run(kind, func(t *testing.T) {
+			// The folder has the weights of the file, as far as folders can.
+			folder, file := filepath.Join(t.TempDir(), "tiny"), filepath.Join(t.TempDir(), "tiny.gguf")
+			stored := kind
+			if kind == "q8_0" {
+				stored = "f32"
+			}
+			_, err := kasmina(t, "convert", "--model", tiny, "--out", folder, "--precision", stored)
+			require.NoError(t, err)
+			_, err = kasmina(t, "convert", "--model", folder, "--out", file, "--gguf", kind)
+			require.NoError(t, err)
+
+			precision := "f32"
+			if kind == "bf16" || kind == "q8_0" {
+				precision = kind
+			}
+			for name, args := range map[string][]string{
+				"generate":      {"generate", "-p", "Permission 3 is ", "-n", "40", "-t", "0"},
+				"generate chat": {"generate", "-p", "Hello", "--chat", "-n", "40", "-t", "0"},
+				"lookup":        {"generate", "-p", "Permission 3 is ", "-n", "40", "-t", "0", "--lookup", "4"},
+				"eval":          {"eval", "-d", "openmodel_test.go", "--seq", "64"},
+				"tasks":         {"eval", "--tasks", task + "=piqa"},
+			} {
+				want, err := kasmina(t, append(args, "--device", "cpu", "--precision", precision, "-m", folder)...)
+				require.NoError(t, err)
+				got, err := kasmina(t, append(args, "--device", "cpu", "-m", file)...)
+				require.NoError(t, err)
+				require.Equal(t, want, got, name)
+			}
+
+			body := `{"model":"tiny","prompt":"Permission is","temperature":0,"max_tokens":40}`
+			want := complete(t, body, "-m", folder, "--precision", precision)
+			require.NotEmpty(t, want.Choices)
+			require.Equal(t, want, complete(t, body, "-m", file))
+		})
+	}
+
+	// A file can be converted back, tuned, and be the model of adapters.
+	file, folder := filepath.Join(t.TempDir(), "tiny.gguf"), filepath.Join(t.TempDir(), "again")
+	_, err := kasmina(t, "convert", "--model", tiny, "--out", file, "--gguf", "f32")
+	require.NoError(t, err)
+	_, err = kasmina(t, "convert", "--model", file, "--out", folder)
+	require.NoError(t, err)
+	args := []string{"generate", "-p", "Permission", "-n", "40", "-t", "0", "--device", "cpu", "--precision", "f32", "-m"}
+	want, err := kasmina(t, append(args, folder)...)
+	require.NoError(t, err)
+	got, err := kasmina(t, append(args, file)...)
+	require.NoError(t, err)
+	require.Equal(t, want, got)
+
+	tuned := filepath.Join(t.TempDir(), "tuned")
+	_, err = kasmina(t, finetuneArgs(writeTuning(t, 40), tuned, "-m", file)...)
+	require.NoError(t, err)
+	want, err = kasmina(t, append(args, folder, "--adapter", tuned)...)
+	require.NoError(t, err)
+	got, err = kasmina(t, append(args, tuned)...) // the adapters name their model
+	require.NoError(t, err)
+	require.Equal(t, want, got)
+
+	_, err = kasmina(t, "generate", "-m", "roundtrip_test.go", "-p", "x")
+	require.ErrorContains(t, err, "neither a folder nor a GGUF file")
 }
 
 // TestServerIsKilled kills the server in the middle of a stream, and checks that the client notices, and that a

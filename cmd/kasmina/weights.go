@@ -9,6 +9,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
@@ -16,7 +17,7 @@ import (
 // is the type of the weights in memory.
 func (o *common) inferenceFlags(c *cobra.Command) {
 	o.deviceFlags(c, "type of the weights: f32 or bf16, on a CPU also q8_0, and on a GPU also f16 or f8 (default "+
-		"f32, but on a CPU bf16 if the model's files have it)", "f32", "bf16", "q8_0", "f16", "f8")
+		"f32, but on a CPU the type of the model's files if it is bf16 or q8_0)", "f32", "bf16", "q8_0", "f16", "f8")
 }
 
 // mostLookup is the largest --lookup.
@@ -62,25 +63,25 @@ func (o *common) openInference(stderr io.Writer) (*cudaops.Device, cudaops.Preci
 }
 
 // weightType returns the type of a folder's weights in the memory of a CPU. By default, weights that the files
-// have in bfloat16 stay in bfloat16, which changes no weight.
+// have in bfloat16 or q8_0 keep their type, which changes no weight.
 func (o *common) weightType(f *hf.Folder) cpuops.WeightType {
 	switch {
-	case o.precision == "bf16", o.precision == "" && cpuops.FastWeights() && storesBF16(f):
+	case o.precision == "bf16", o.precision == "" && cpuops.FastWeights() && stores(f, "BF16"):
 		return cpuops.BFloat16
-	case o.precision == "q8_0":
+	case o.precision == "q8_0", o.precision == "" && cpuops.FastWeights() && stores(f, "Q8_0"):
 		return cpuops.Q8
 	}
 	return cpuops.Float32
 }
 
-// storesBF16 reports whether all matrices of a folder are in bfloat16.
-func storesBF16(f *hf.Folder) bool {
+// stores reports whether all matrices of a folder are of a type, except for a table of positions.
+func stores(f *hf.Folder, name string) bool {
 	matrices := 0
 	for _, t := range f.Tensors() {
-		if len(t.Shape) < 2 {
+		if len(t.Shape) < 2 || t.Name == llm.PositionsName {
 			continue
 		}
-		if matrices++; t.Type != "BF16" {
+		if matrices++; t.Type != name {
 			return false
 		}
 	}

@@ -106,13 +106,15 @@ func IsAdapter(dir string) bool {
 	return err == nil && info.Mode().IsRegular()
 }
 
-// TextFolder returns the folder with the tokenizer and the chat template of a model with adapters. This
-// is the adapters' folder if it has a tokenizer, and the model's otherwise.
-func TextFolder(adapters, model string) string {
-	if info, err := os.Stat(filepath.Join(adapters, "tokenizer.json")); err == nil && info.Mode().IsRegular() {
-		return adapters
+// WithTexts returns the folder with the tokenizer and the chat template of a folder of adapters, if the adapters
+// have a tokenizer of their own. The result shares the weights of f and ends with f.
+func (f *Folder) WithTexts(adapters string) *Folder {
+	if info, err := os.Stat(filepath.Join(adapters, tokenizerName)); err != nil || !info.Mode().IsRegular() {
+		return f
 	}
-	return model
+	g := *f
+	g.texts = adapters
+	return &g
 }
 
 // AdapterBase returns the model that adapters belong to, as their configuration names it.

@@ -3,9 +3,6 @@ package hf
 import (
 	"errors"
 	"io/fs"
-	"path/filepath"
-
-	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
 const generationName = "generation_config.json"
@@ -32,8 +29,7 @@ type Generation struct {
 func (f *Folder) readGeneration() error {
 	ids := f.traits.ids
 	f.Generation = Generation{Begin: ids.begin, Pad: ids.pad, End: ids.end}
-	text, err := regular.Read(filepath.Join(f.Dir, generationName), maxConfig,
-		"a generation_config.json has")
+	text, err := f.read(generationName, maxConfig)
 	if errors.Is(err, fs.ErrNotExist) {
 		o, err := parseObject(f.config)
 		if err != nil {

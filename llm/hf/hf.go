@@ -16,9 +16,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
 
-	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/llm"
 )
 
@@ -38,6 +36,8 @@ type Folder struct {
 	generation []byte // contents of generation_config.json, nil if missing
 	weights    *weights
 	layout     layout
+	files      *Files // nil unless the folder exists only in memory
+	texts      string // folder with another tokenizer and chat template, or ""
 }
 
 // Open reads config.json, generation_config.json and the headers of the weights. It checks that the
@@ -51,14 +51,16 @@ func Open(dir string) (*Folder, error) {
 }
 
 func (f *Folder) open() error {
-	if info, err := os.Stat(f.Dir); err != nil {
-		return err
-	} else if !info.IsDir() {
-		return errors.New("it is a file, want the folder with config.json")
+	if f.files == nil {
+		if info, err := os.Stat(f.Dir); err != nil {
+			return err
+		} else if !info.IsDir() {
+			return errors.New("it is a file, want the folder with config.json")
+		}
 	}
 
 	var err error
-	f.config, err = regular.Read(filepath.Join(f.Dir, configName), maxConfig, "a config.json has")
+	f.config, err = f.read(configName, maxConfig)
 	if errors.Is(err, fs.ErrNotExist) && IsAdapter(f.Dir) {
 		return fmt.Errorf("it holds adapters and no model: merge them into their model with kasmina convert "+
 			"--model %s --out NEW", f.Dir)
@@ -83,12 +85,18 @@ func (f *Folder) open() error {
 		return fmt.Errorf("%s: %w", generationName, err)
 	}
 
-	if f.weights, err = openWeights(f.Dir); err != nil {
+	stored := plainLayout
+	if f.files != nil {
+		f.weights, err = f.openFiles()
+	} else if f.weights, err = openWeights(f.Dir); err == nil {
+		stored = f.traits.layout(f.weights)
+	}
+	if err != nil {
 		return err
 	}
 
 	f.layout = f.traits.layout(f.weights)
-	if err := f.weights.fit(f.Config, f.layout(f.Config), derived); err != nil {
+	if err := f.weights.fit(f.Config, stored(f.Config), derived); err != nil {
 		return errors.Join(err, f.Close())
 	}
 

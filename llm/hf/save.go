@@ -240,6 +240,14 @@ func (s *saving) add(name string, content []byte) {
 // collectTokenizer gathers the files of the tokenizer.
 func (s *saving) collectTokenizer() error {
 	dir := s.tokens
+	if dir == "" && s.like != nil && s.like.files != nil {
+		for _, name := range tokenizerFiles {
+			if text, ok := s.like.files.Texts[name]; ok {
+				s.add(name, text)
+			}
+		}
+		return nil
+	}
 	if dir == "" && s.like != nil {
 		dir = s.like.Dir
 	}

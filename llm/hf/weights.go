@@ -2,6 +2,7 @@ package hf
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -36,6 +37,9 @@ type weights struct {
 	order []string                     // names of the tensors
 
 	places map[string]place // by name of parameter
+
+	types   map[string]string // see Weights.Types
+	release func() error      // may be nil
 }
 
 // openWeights opens the weight files and checks that the index agrees with them.
@@ -59,7 +63,10 @@ func openWeights(dir string) (*weights, error) {
 
 // noWeights returns an error that names the folder's unsupported weight files, if any.
 func noWeights(dir string) error {
-	for _, pattern := range []string{"pytorch_model*.bin", "*.pth", "*.pt", "*.gguf"} {
+	if found, _ := filepath.Glob(filepath.Join(dir, "*.gguf")); len(found) > 0 {
+		return fmt.Errorf("it has no %s: name the GGUF file %s itself", weightsName, found[0])
+	}
+	for _, pattern := range []string{"pytorch_model*.bin", "*.pth", "*.pt"} {
 		if found, _ := filepath.Glob(filepath.Join(dir, pattern)); len(found) > 0 {
 			return fmt.Errorf("it has %s and no %s: only safetensors can be read; "+
 				"save_pretrained of transformers writes them", filepath.Base(found[0]), weightsName)
@@ -159,6 +166,9 @@ func (w *weights) close() error {
 	for _, f := range w.files {
 		errs = append(errs, f.Close())
 	}
+	if w.release != nil {
+		errs = append(errs, w.release())
+	}
 	return errors.Join(errs...)
 }
 
@@ -220,7 +230,7 @@ func (w *weights) sameHead() error {
 	return nil
 }
 
-// TensorInfo describes a tensor of the weights.
+// TensorInfo describes a tensor of the weights. Bytes is its size in the safetensors file.
 type TensorInfo struct {
 	Name, Type, File string
 	Shape            []int
@@ -237,8 +247,8 @@ func (f *Folder) Tensors() []TensorInfo {
 	for i, file := range f.weights.files {
 		for _, name := range file.Names() {
 			dtype, shape, _ := file.Info(name)
-			all = append(all, TensorInfo{name, string(dtype), f.weights.names[i], shape,
-				file.Bytes(name)})
+			all = append(all, TensorInfo{name, cmp.Or(f.weights.types[name], string(dtype)), f.weights.names[i],
+				shape, file.Bytes(name)})
 		}
 	}
 

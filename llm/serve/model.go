@@ -39,13 +39,13 @@ type Model struct {
 }
 
 // NewModel describes the model of a folder, to be continued by g with up to context tokens. It reads the
-// folder's tokenizer and its chat template. The model has the name of the folder. If the
-// folder's generation settings ask for sampling, they become the model's Sampling. Otherwise, it draws from
+// folder's tokenizer and its chat template. The model has the name of the folder, or of a
+// GGUF file. If the folder's generation settings ask for sampling, they become the model's Sampling. Otherwise, it draws from
 // all tokens at temperature 1.
 //
 // A missing or unusable chat template is no error, but becomes the model's NoTemplate.
 func NewModel(f *hf.Folder, g Generator, context int) (*Model, error) {
-	m, err := describeModel(f, f.Dir, f.Dir, g, context)
+	m, err := describeModel(f, f.Name(), g, context)
 	if err != nil {
 		return nil, fmt.Errorf("serve: NewModel: %w", err)
 	}
@@ -55,29 +55,27 @@ func NewModel(f *hf.Folder, g Generator, context int) (*Model, error) {
 // NewAdaptedModel describes the model of a folder with adapters, and names it after the folder of the
 // adapters. If that folder has a tokenizer, the model uses it, and the chat template next to it.
 func NewAdaptedModel(f *hf.Folder, adapters string, g Generator, context int) (*Model, error) {
-	m, err := describeModel(f, adapters, hf.TextFolder(adapters, f.Dir), g, context)
+	dir, err := filepath.Abs(adapters)
+	if err != nil {
+		return nil, fmt.Errorf("serve: NewAdaptedModel: %w", err)
+	}
+	m, err := describeModel(f.WithTexts(adapters), filepath.Base(dir), g, context)
 	if err != nil {
 		return nil, fmt.Errorf("serve: NewAdaptedModel: %w", err)
 	}
 	return m, nil
 }
 
-// describeModel describes the model of f. It is named after the folder name, and its tokenizer is in the
-// folder text.
-func describeModel(f *hf.Folder, name, text string, g Generator, context int) (*Model, error) {
-	tok, err := tokenizers.Load(text)
+// describeModel describes the model of f under a name.
+func describeModel(f *hf.Folder, name string, g Generator, context int) (*Model, error) {
+	tok, err := f.Tokenizer()
 	if err != nil {
 		return nil, err
 	}
 
-	dir, err := filepath.Abs(name)
-	if err != nil {
-		return nil, err
-	}
-
-	m := &Model{Name: filepath.Base(dir), Generator: g, Tokenizer: tok, Context: context,
+	m := &Model{Name: name, Generator: g, Tokenizer: tok, Context: context,
 		Vocab: min(f.Config.Vocab, tok.VocabSize()), End: f.Generation.End}
-	m.Template, m.NoTemplate = chat.Load(text)
+	m.Template, m.NoTemplate = f.Template()
 
 	// As in OpenAI's API, a model draws from all tokens unless its publisher recommends otherwise.
 	m.Sampling.Temperature = 1

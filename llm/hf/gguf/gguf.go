@@ -1,5 +1,6 @@
-// Package gguf writes models as GGUF files, which llama.cpp runs. It supports the families Llama, Mistral
-// without a window, Qwen 2, Qwen 3, OLMo 2 and GPT-2, with byte-level tokenizers and chat templates.
+// Package gguf writes models as GGUF files, which llama.cpp runs, and reads them. It supports the families
+// Llama, Mistral without a window, Qwen 2, Qwen 3, OLMo 2 and GPT-2, with byte-level tokenizers and chat
+// templates.
 //
 // A GGUF file has this layout:
 //
@@ -19,7 +20,6 @@ import (
 	"maps"
 	"math"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -292,12 +292,12 @@ func fieldsOf(f *hf.Folder, c llm.Config, t Type) (*fields, error) {
 	all := &fields{}
 	all.set("general.architecture", arch)
 	all.set("general.type", "model")
-	all.set("general.name", filepath.Base(filepath.Clean(f.Dir)))
+	all.set("general.name", f.Name())
 	all.set("general.file_type", int(fileTypes[t]))
 	all.set("general.quantization_version", 2)
 	set := func(key string, value any) { all.set(arch+"."+key, value) }
 	set("block_count", c.Layers)
-	set("context_length", c.Seq)
+	set("context_length", f.Config.Seq) // training may have used shorter texts
 	set("embedding_length", c.Dim)
 	set("feed_forward_length", c.FF)
 	set("attention.head_count", c.Heads)

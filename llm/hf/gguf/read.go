@@ -26,6 +26,9 @@ type Field struct{ Name, Value string }
 type Tensor struct {
 	Name, Type string
 	Shape      []int
+
+	dtype  Type
+	offset uint64 // from the first byte of data
 }
 
 const (
@@ -47,11 +50,9 @@ func Describe(path string) (*Description, error) {
 	defer file.Close()
 
 	h := &head{r: bufio.NewReader(file), left: min(size, maxHead), longer: size > maxHead}
-	d := h.describe()
-	if errors.Is(h.err, io.EOF) || errors.Is(h.err, io.ErrUnexpectedEOF) {
-		h.err = errShort // the file became shorter while it was read
-	}
-
+	d := &Description{}
+	h.read(func(name string, value any) { d.Fields = append(d.Fields, Field{name, textOf(value)}) },
+		func(t Tensor) { d.Tensors = append(d.Tensors, t) })
 	if h.err != nil {
 		return nil, fmt.Errorf("gguf: %s: %w", path, h.err)
 	}
@@ -59,11 +60,31 @@ func Describe(path string) (*Description, error) {
 	return d, nil
 }
 
+// textOf formats a metadata value.
+func textOf(value any) string {
+	switch v := value.(type) {
+	case string:
+		return v
+	case array:
+		return fmt.Sprintf("%d elements", v.n)
+	case float32:
+		return strconv.FormatFloat(float64(v), 'g', -1, 32)
+	}
+	return fmt.Sprint(value)
+}
+
+// An array is a metadata value. Its elements are values of one type if the head keeps them, and nil otherwise.
+type array struct {
+	n        uint64
+	elements []any
+}
+
 // head reads a header. After an error, which err holds, it returns zeros.
 type head struct {
 	r      *bufio.Reader
 	left   int64 // bytes remaining of the header's maximum size
 	longer bool  // the file is longer than maxHead
+	keep   bool  // arrays have their elements
 	digits [8]byte
 	err    error
 }
@@ -93,8 +114,15 @@ func (h *head) fail(format string, args ...any) {
 	}
 }
 
-func (h *head) describe() *Description {
-	d := &Description{}
+// read passes the metadata and the tensors to the functions.
+func (h *head) read(field func(name string, value any), tensor func(Tensor)) {
+	h.readAll(field, tensor)
+	if errors.Is(h.err, io.EOF) || errors.Is(h.err, io.ErrUnexpectedEOF) {
+		h.err = errShort // the file became shorter while it was read
+	}
+}
+
+func (h *head) readAll(field func(name string, value any), tensor func(Tensor)) {
 	var magic [4]byte
 	if h.fill(magic[:]); string(magic[:]) != "GGUF" {
 		h.fail("it begins with %q, want \"GGUF\"", magic)
@@ -109,16 +137,17 @@ func (h *head) describe() *Description {
 		h.fail("it announces %d tensors and %d fields, want at most %d", tensors, fields, maxFields)
 	}
 
-	if h.has(tensors, leastTensor) && h.has(fields, leastField) {
-		d.Fields, d.Tensors = make([]Field, 0, fields), make([]Tensor, 0, tensors)
+	if !h.has(tensors, leastTensor) || !h.has(fields, leastField) {
+		return
 	}
 
 	for range fields {
-		if h.err != nil {
-			return nil
-		}
 		name := h.text()
-		d.Fields = append(d.Fields, Field{name, h.value(uint32(h.number(4)), 0)})
+		value := h.value(uint32(h.number(4)), 0)
+		if h.err != nil {
+			return
+		}
+		field(name, value)
 	}
 
 	for range tensors {
@@ -128,7 +157,7 @@ func (h *head) describe() *Description {
 			h.fail("tensor %.60q has %d dimensions, want at most %d", t.Name, n, maxDims)
 		}
 		if h.err != nil {
-			return nil
+			return
 		}
 		t.Shape = make([]int, n)
 		for i := range t.Shape {
@@ -138,12 +167,13 @@ func (h *head) describe() *Description {
 			}
 			t.Shape[len(t.Shape)-1-i] = int(size)
 		}
-		t.Type = Type(h.number(4)).String()
-		h.number(8) // offset of the data
-		d.Tensors = append(d.Tensors, t)
+		t.dtype = Type(h.number(4))
+		t.Type, t.offset = t.dtype.String(), h.number(8)
+		if h.err != nil {
+			return
+		}
+		tensor(t)
 	}
-
-	return d
 }
 
 // String returns the type's name, or its number if it has no name.
@@ -159,8 +189,15 @@ func (t Type) String() string {
 		return "q8_0"
 	}
 
+	if name, ok := foreignTypes[t]; ok {
+		return name
+	}
 	return strconv.Itoa(int(t))
 }
+
+// foreignTypes has the names of the most frequent types that this package cannot read.
+var foreignTypes = map[Type]string{2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 10: "q2_K", 11: "q3_K", 12: "q4_K",
+	13: "q5_K", 14: "q6_K", 20: "iq4_nl", 23: "iq4_xs", 34: "tq1_0", 35: "tq2_0", 39: "mxfp4"}
 
 func (h *head) fill(b []byte) {
 	if h.has(uint64(len(b)), 1) {
@@ -201,8 +238,25 @@ func (h *head) text() string {
 // sizes maps GGUF's type numbers to sizes in bytes. Strings and arrays, which vary in size, are missing.
 var sizes = map[uint32]int{0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
-// elements skips the elements of an array nested in depth-1 other arrays.
-func (h *head) elements(kind uint32, n uint64, depth int) {
+// elements reads an array nested in depth-1 other arrays.
+func (h *head) elements(kind uint32, n uint64, depth int) any {
+	a := array{n: n}
+	if h.keep {
+		size := 8 // the least size of a string or an array
+		if s, fixed := sizes[kind]; fixed {
+			size = s
+		}
+		for i := uint64(0); i < n && h.has(n-i, size); i++ {
+			a.elements = append(a.elements, h.value(kind, depth))
+		}
+		return a
+	}
+
+	h.skipElements(kind, n, depth)
+	return a
+}
+
+func (h *head) skipElements(kind uint32, n uint64, depth int) {
 	if size, fixed := sizes[kind]; fixed {
 		if h.has(n, size) {
 			h.skip(int(n) * size)
@@ -223,33 +277,33 @@ func (h *head) elements(kind uint32, n uint64, depth int) {
 	}
 }
 
-// value reads a value and formats it as text. It is nested in depth arrays.
-func (h *head) value(kind uint32, depth int) string {
+// value reads a value, nested in depth arrays. It returns a string, an int64, a uint64, a float32, a float64, a
+// bool, or an array.
+func (h *head) value(kind uint32, depth int) any {
 	size, fixed := sizes[kind]
 	switch {
 	case kind == kindString:
 		return h.text()
 	case kind == kindArray && depth < 2:
 		element, n := uint32(h.number(4)), h.number(8)
-		h.elements(element, n, depth+1)
-		return fmt.Sprintf("%d elements", n)
+		return h.elements(element, n, depth+1)
 	case !fixed:
 		h.fail("a value has the type %d, which GGUF does not define", kind)
-		return ""
+		return nil
 	}
 
 	bits := h.number(size)
 	shift := 64 - 8*size
 	switch kind {
 	case 1, 3, 5, 11: // signed
-		return strconv.FormatInt(int64(bits<<shift)>>shift, 10)
+		return int64(bits<<shift) >> shift
 	case kindFloat32:
-		return strconv.FormatFloat(float64(math.Float32frombits(uint32(bits))), 'g', -1, 32)
+		return math.Float32frombits(uint32(bits))
 	case 12:
-		return strconv.FormatFloat(math.Float64frombits(bits), 'g', -1, 64)
+		return math.Float64frombits(bits)
 	case kindBool:
-		return strconv.FormatBool(bits != 0)
+		return bits != 0
 	}
 
-	return strconv.FormatUint(bits, 10)
+	return bits
 }

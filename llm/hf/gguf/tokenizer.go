@@ -5,18 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"path/filepath"
 	"slices"
 	"strings"
 	"unicode"
 
-	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
 	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
 )
-
-const maxTokenizer = 64 << 20
 
 // The types of tokens.
 const (
@@ -60,13 +56,12 @@ const rest = `| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+`
 
 // addTokenizer adds the folder's tokenizer. The model has vocab tokens.
 func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
-	tok, err := tokenizers.Load(f.Dir)
+	tok, err := f.Tokenizer()
 	if err != nil {
 		return err
 	}
 
-	text, err := regular.Read(filepath.Join(f.Dir, "tokenizer.json"), maxTokenizer,
-		"a tokenizer.json has")
+	text, err := f.Text("tokenizer.json")
 	if err != nil {
 		return err
 	}
@@ -325,7 +320,7 @@ func addEnds(all *fields, f *hf.Folder, tok *tokenizers.Tokenizer, end int) erro
 // Differences describes, for users of a file written by [Save], how llama.cpp's treatment of some
 // texts differs from that of the folder's own tokenizer. It returns nil if there are no differences.
 func Differences(f *hf.Folder) ([]string, error) {
-	text, err := regular.Read(filepath.Join(f.Dir, "tokenizer.json"), maxTokenizer, "a tokenizer.json has")
+	text, err := f.Text("tokenizer.json")
 	if err != nil {
 		return nil, fmt.Errorf("gguf: %w", err)
 	}
@@ -346,7 +341,7 @@ func Differences(f *hf.Folder) ([]string, error) {
 
 // addTemplates copies the chat templates, including those this module can't render.
 func addTemplates(all *fields, f *hf.Folder) error {
-	sources, err := chat.LoadSources(f.Dir)
+	sources, err := f.Templates()
 	if errors.Is(err, chat.ErrNoTemplate) {
 		return nil
 	} else if err != nil {

@@ -93,6 +93,19 @@ func LoadSources(folder string) (Sources, error) {
 	return sources, nil
 }
 
+// ParseSources returns the templates in the chat_template of a tokenizer_config.json, which is a text or a list
+// of named ones. It returns ErrNoTemplate if there is no default template.
+func ParseSources(raw json.RawMessage) (Sources, error) {
+	sources, err := templatesOf(raw)
+	if err == nil && sources[DefaultName] == "" {
+		err = ErrNoTemplate
+	}
+	if err != nil {
+		return nil, fmt.Errorf("chat: ParseSources: %w", err)
+	}
+	return sources, nil
+}
+
 // loadSources reads the template files and the configuration of a folder.
 func loadSources(folder string) (Sources, []byte, error) {
 	config, err := read(filepath.Join(folder, configFile), maxConfig)
