@@ -2,6 +2,8 @@ package cudaops
 
 import (
 	"context"
+	"encoding/binary"
+	"errors"
 	"fmt"
 	"math"
 	"math/rand/v2"
@@ -12,6 +14,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
@@ -279,4 +282,175 @@ func TestUndrawable(t *testing.T) {
 	require.NoError(t, b.Close())
 	require.NoError(t, plain.Close())
 	requireNoLeaks(t, device)
+}
+
+// A modelReader reads the parameters of a model on the host.
+type modelReader struct{ *llm.Model }
+
+// Read implements llm.WeightReader.
+func (r modelReader) Read(_ context.Context, name string, put func([]byte, string) error) error {
+	part, err := binary.Append(nil, binary.LittleEndian, r.Param(name).Float32s())
+	if err != nil {
+		return err
+	}
+	return put(part, "float32")
+}
+
+// TestAdaptersInBatches continues texts with different adapters and with none in the same passes. It compares the
+// logits, and the tokens that the device draws, with those of models that have one of the adapters.
+func TestAdaptersInBatches(t *testing.T) {
+	device, _ := openFake(t, fake.Config{})
+	base, err := llm.NewModel(llm.Config{Vocab: 19, Dim: 16, Layers: 2, Heads: 4, KVHeads: 2, Seq: 60}.Default(),
+		tensor.Float32, 1)
+	require.NoError(t, err)
+
+	models := []*llm.Model{base}
+	var adapters []*llm.Adapter
+	r := rand.New(rand.NewPCG(3, 4))
+	for _, l := range []llm.LoRA{
+		{Rank: 2, Alpha: 8, Targets: []string{"q_proj", "v_proj", "down_proj"}},
+		{Rank: 3, Alpha: 6, Targets: []string{"q_proj", "k_proj", "o_proj", "gate_proj", "up_proj"}, Magnitude: true},
+		{Rank: 9, Alpha: 9, Targets: []string{"layers.1.self_attn.q_proj", "layers.1.mlp.up_proj"}},
+	} {
+		l.Targets, err = base.Config.MatchLayers(l.Targets...)
+		require.NoError(t, err)
+		a, err := llm.NewAdapter(base.Config, l, tensor.Float32)
+		require.NoError(t, err)
+		for _, p := range a.Params {
+			for i, x := 0, p.Value.Float32s(); i < len(x); i++ {
+				x[i] = float32(0.5 + r.NormFloat64()*0.3)
+			}
+		}
+		m, err := base.Attach(a)
+		require.NoError(t, err)
+		models, adapters = append(models, m), append(adapters, a)
+	}
+
+	set, err := llm.NewAdapterSet(t.Context(), base.Config, adapters, modelReader{base})
+	require.NoError(t, err)
+	g, err := llm.BuildGraph(llm.Outline(base.Config), llm.ForLogits, 1, llm.WithAdapterSet(set))
+	require.NoError(t, err)
+	read := func(n *gorgonia.Node, put func([]byte, Precision) error) error {
+		float32s := func(part []byte, _ string) error { return put(part, Float32) }
+		if ok, err := set.Read(n.Name(), float32s); ok {
+			return err
+		}
+		return modelReader{base}.Read(t.Context(), n.Name(), float32s)
+	}
+	owner, err := NewMachine(device, g.G, WithFrozen(read, g.Params...))
+	require.NoError(t, err)
+	i := llm.InferenceOf(base.Config, func(g *llm.Graph) (llm.Machine, error) {
+		opts := []MachineOption{WithStrict(), WithParamsOf(owner), WithOutputs(g.Outputs()...)}
+		if g.Draws {
+			opts = append(opts, WithDraws(g.Logits, g.IDs))
+		}
+		return NewMachine(device, g.G, opts...)
+	}, owner.Close)
+	i.Adapters, i.DrawsOnDevice = set, true
+	b, err := i.NewBatcher(llm.BatcherOptions{Texts: 5, Rows: 20, Tokens: 8 * 64})
+	require.NoError(t, err)
+	_, err = b.Adapted(3)
+	require.ErrorContains(t, err, "no adapter 3 of 3")
+
+	var texts sync.WaitGroup
+	for k := range 12 {
+		texts.Go(func() {
+			g := b.Generator()
+			if k%4 > 0 {
+				var err error
+				if g, err = b.Adapted(k%4 - 1); !assert.NoError(t, err) {
+					return
+				}
+			}
+			// Texts without log-probabilities are drawn on the device.
+			for _, logProbs := range []bool{false, true} {
+				c := sampler.Config{Temperature: 1, Seed: uint64(k), LogProbs: logProbs}
+				got, err := generated(t.Context(), g, c, []int{3, k / 4, 5}, 30)
+				assert.NoError(t, err)
+				alone, err := llm.NewGenerator(models[k%4])
+				if !assert.NoError(t, err) {
+					return
+				}
+				want, err := generated(t.Context(), alone, c, []int{3, k / 4, 5}, 30)
+				assert.NoError(t, err)
+				assert.Equal(t, want, got, "text %d", k)
+				assert.NoError(t, alone.Close())
+			}
+		})
+	}
+	texts.Wait()
+	require.NoError(t, b.Close())
+	requireNoLeaks(t, device)
+}
+
+// generated returns the tokens that a generator adds to a prompt.
+func generated(ctx context.Context, g *llm.Generator, c sampler.Config, prompt []int, n int) (ids []int, err error) {
+	s, err := sampler.New(c)
+	if err != nil {
+		return nil, err
+	}
+	for id, err := range g.Generate(ctx, prompt, n, s) {
+		if err != nil {
+			return nil, err
+		}
+		ids = append(ids, id)
+	}
+	return ids, nil
+}
+
+// TestLookupInBatches checks that proposed tokens change no text on a device, with few pages and with texts that share
+// their beginning, and that they save passes.
+func TestLookupInBatches(t *testing.T) {
+	device, _ := openFake(t, fake.Config{})
+	first, plain, c := inferences(t, device)
+	second, guessing, _ := inferences(t, device)
+	require.NoError(t, errors.Join(first.Close(), second.Close()))
+	passes := [2]atomic.Int64{}
+	for i, in := range []*llm.Inference{plain, guessing} {
+		newMachine := in.Make
+		in.Make = func(g *llm.Graph) (llm.Machine, error) {
+			m, err := newMachine(g)
+			if err != nil {
+				return nil, err
+			}
+			return passCounter{m.(*Machine), &passes[i]}, nil
+		}
+	}
+	one, err := plain.NewBatcher(llm.BatcherOptions{Texts: 3, Rows: 40, Tokens: 6 * 64})
+	require.NoError(t, err)
+	other, err := guessing.NewBatcher(llm.BatcherOptions{Texts: 3, Rows: 40, Tokens: 6 * 64, Lookup: 6})
+	require.NoError(t, err)
+
+	var texts sync.WaitGroup
+	for k := range 6 {
+		texts.Go(func() {
+			s := sampler.Config{Vocab: c.Vocab}
+			if k%2 > 0 {
+				s.Temperature, s.Seed = 0.3, uint64(k)
+			}
+			want, err := generated(t.Context(), one.Generator(), s, []int{3, 1, 4, k / 3}, 50)
+			assert.NoError(t, err)
+			got, err := generated(t.Context(), other.Generator(), s, []int{3, 1, 4, k / 3}, 50)
+			assert.NoError(t, err)
+			assert.Equal(t, want, got, "text %d", k)
+		})
+	}
+	texts.Wait()
+
+	t.Logf("%d passes without proposals, %d with them", passes[0].Load(), passes[1].Load())
+	require.Less(t, passes[1].Load(), passes[0].Load())
+	require.NoError(t, one.Close())
+	require.NoError(t, other.Close())
+	requireNoLeaks(t, device)
+}
+
+// A passCounter counts the runs of machines.
+type passCounter struct {
+	*Machine
+	runs *atomic.Int64
+}
+
+func (m passCounter) Run(ctx context.Context) error {
+	m.runs.Add(1)
+	return m.Machine.Run(ctx)
 }

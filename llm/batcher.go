@@ -33,15 +33,16 @@ type BatcherOptions struct {
 	// an [Inference] ignore it and use Tokens instead.
 	Kept int
 	// Adapters are low-rank adapters for the model. Each text uses one of them or none, in the same
-	// passes; see [Batcher.Adapted].
+	// passes; see [Batcher.Adapted]. Batchers of an [Inference] on a device use [Inference.Adapters] instead.
 	Adapters []*Adapter
 	// Tokens is the number of tokens whose keys and values fit in the cache of a batcher of an
 	// [Inference]. They belong to the current texts, and as far as there is room to earlier ones. The
 	// default is 1024 tokens for each of Texts, or the model's context if that is more.
 	Tokens int
 	// Lookup is the largest number of tokens that a text may be extended by in one pass, if it repeats an
-	// earlier part of itself. The tokens are the same as without it (Saxena, "Prompt lookup decoding", 2023).
-	// Batchers of an [Inference] on a GPU do not support it.
+	// earlier part of itself. The tokens are the same as without it (Saxena, "Prompt lookup decoding", 2023), except
+	// that the logits of a GPU depend on the number of tokens in a pass by rounding errors. With Lookup, the host
+	// draws the tokens.
 	Lookup int
 }
 
@@ -72,6 +73,7 @@ type Batcher struct {
 	spans    kvcache.Spans
 	adapters selectable // of the model in its last state
 	selected lowrank.Selection
+	rowSet   []int        // adapters of the rows of a pass on a device
 	kept     []*batchText // most recently used first
 	seen     uint64       // changes of the model at the last pass
 	shape    uint64       // and the state of its blocks
@@ -150,9 +152,7 @@ func newDeviceBatcher(i *Inference, o BatcherOptions) (*Batcher, error) {
 		err = errors.New("the model is on the host and the machines are not, which no batcher supports: load the " +
 			"model with package llm/gpu")
 	case len(o.Adapters) > 0:
-		err = errors.New("adapters of single texts need a model on the CPU")
-	case o.Lookup != 0:
-		err = errors.New("the option Lookup needs a model on the CPU")
+		err = errors.New("the adapters must be loaded next to the model on the device, with package llm/gpu")
 	}
 	if err != nil {
 		return nil, fmt.Errorf("llm: NewBatcher: %w", err)
@@ -229,15 +229,21 @@ func (b *Batcher) Generator() *Generator {
 	return g
 }
 
-// Adapted returns a generator like Generator for the model with one of BatcherOptions.Adapters.
+// Adapted returns a generator like Generator for the model with one of BatcherOptions.Adapters, or of the
+// inference's Adapters.
 func (b *Batcher) Adapted(adapter int) (*Generator, error) {
-	if adapter < 0 || adapter >= len(b.options.Adapters) {
-		return nil, fmt.Errorf("llm: Batcher.Adapted: there is no adapter %d of %d", adapter,
-			len(b.options.Adapters))
+	n := len(b.options.Adapters)
+	if b.inference != nil {
+		n = b.inference.Adapters.Len()
 	}
-	return GeneratorOf(b.config, func() (func(ctx context.Context, tokens []int) (any, error), error) {
+	if adapter < 0 || adapter >= n {
+		return nil, fmt.Errorf("llm: Batcher.Adapted: there is no adapter %d of %d", adapter, n)
+	}
+	g := GeneratorOf(b.config, func() (func(ctx context.Context, tokens []int) (any, error), error) {
 		return b.decoder(adapter)
-	}), nil
+	})
+	g.drawer = func() (DrawFunc, error) { return b.drawerOf(adapter) }
+	return g, nil
 }
 
 // Decoder returns a function that computes the logits for the token that follows a text. See
@@ -442,6 +448,7 @@ func (b *Batcher) pass(jobs []*batchJob) (finished []*batchJob, f *flight, err e
 		return nil, nil, err
 	}
 	b.selected.Set(adapters)
+	b.rowSet = adapters
 
 	r, err := b.graph(rows, len(lastRows), positions)
 	if err != nil {
@@ -568,12 +575,12 @@ func (b *Batcher) locate(j *batchJob) {
 	if t := j.text; t != nil && t.seen == b.seen && !t.evicted {
 		common := min(commonPrefix(t.tokens, j.tokens), length-1)
 		switch ahead := len(t.tokens) - common; {
-		case ahead > 0 && ahead <= b.options.Lookup:
+		case ahead > 0 && ahead <= b.options.Lookup && b.pages == nil:
 			// Some proposed tokens were wrong.
 			t.tokens = t.tokens[:common]
 			t.sequence.Truncate(common)
-		case ahead > 0 && ahead <= mostAhead && b.pages != nil && t.sequence.Rewind(common):
-			// The device has drawn tokens that the text did not get.
+		case ahead > 0 && ahead <= max(mostAhead, b.options.Lookup) && b.pages != nil && t.sequence.Rewind(common):
+			// Some proposed tokens were wrong, or the device has drawn tokens that the text did not get.
 			t.tokens, t.drawn = t.tokens[:common], nil
 		}
 		if common == len(t.tokens) {
@@ -705,7 +712,8 @@ func (b *Batcher) graph(rows, wanted, positions int) (Runner, error) {
 	opts := []GraphOption{draws, withSpans(shape.rows, &b.spans), WithRows(shape.wanted),
 		withAdapters(b.adapters, &b.selected)}
 	if b.pages != nil {
-		opts = append(opts, WithWindow(shape.positions), func(g *graphBuilder) { g.blocks.Pages = b.pages })
+		opts = append(opts, WithWindow(shape.positions), func(g *graphBuilder) { g.blocks.Pages = b.pages },
+			WithAdapterSet(b.inference.Adapters))
 	}
 	g, err := BuildGraph(b.parts(), ForLogits, 1, opts...)
 	if err != nil {
@@ -776,6 +784,19 @@ func (b *Batcher) letRows(g *Graph, ids, wanted []int) error {
 		}
 		if err := gorgonia.Let(g.Pages, tensor.New(tensor.WithShape(g.Pages.Shape()...),
 			tensor.WithBacking(table))); err != nil {
+			return err
+		}
+	}
+
+	if g.Adapters != nil {
+		none := b.inference.Adapters.Len()
+		all := slices.Repeat([]int{none}, rows)
+		for i, k := range b.rowSet {
+			if k != noAdapter {
+				all[i] = k
+			}
+		}
+		if err := gorgonia.Let(g.Adapters, idTensor(all)); err != nil {
 			return err
 		}
 	}

@@ -45,7 +45,10 @@ func (b *Batcher) draws() bool {
 
 // Drawer returns a function that draws the next token of a text, or nil if the host draws all tokens from
 // the logits of Decoder.
-func (b *Batcher) Drawer() (DrawFunc, error) {
+func (b *Batcher) Drawer() (DrawFunc, error) { return b.drawerOf(noAdapter) }
+
+// drawerOf implements Drawer for the model with an adapter.
+func (b *Batcher) drawerOf(adapter int) (DrawFunc, error) {
 	if !b.draws() {
 		return nil, nil
 	}
@@ -61,7 +64,7 @@ func (b *Batcher) Drawer() (DrawFunc, error) {
 			return 0, err
 		}
 
-		j := &batchJob{ctx: ctx, tokens: slices.Clone(tokens), adapter: noAdapter, text: text, plan: s.Plan(),
+		j := &batchJob{ctx: ctx, tokens: slices.Clone(tokens), adapter: adapter, text: text, plan: s.Plan(),
 			last: last, fresh: s != by || s.Revision() != revision}
 		text = nil
 		if err := b.submit(j); err != nil {
@@ -69,7 +72,7 @@ func (b *Batcher) Drawer() (DrawFunc, error) {
 		}
 
 		if j.logits == nil && j.token < 0 { // the sampler returns an error that describes the logits
-			j = &batchJob{ctx: ctx, tokens: j.tokens, adapter: noAdapter, text: j.text}
+			j = &batchJob{ctx: ctx, tokens: j.tokens, adapter: adapter, text: j.text}
 			if err := b.submit(j); err != nil {
 				return 0, err
 			}
@@ -265,6 +268,7 @@ func (b *Batcher) follow(f *flight) (next *flight, from []int, err error) {
 	next = &flight{runner: f.runner}
 	var jobs []*batchJob
 	var spans []kvcache.Span
+	b.rowSet = nil
 	positions := 0
 	for i, j := range f.finishing {
 		if j == nil || j.plan == nil || j.last || j.ctx.Err() != nil || len(j.text.tokens) >= b.config.Seq {
@@ -277,6 +281,7 @@ func (b *Batcher) follow(f *flight) (next *flight, from []int, err error) {
 		spans = append(spans, kvcache.Span{Sequence: j.text.sequence, Start: len(j.text.tokens), Rows: 1})
 		next.chosen = append(next.chosen, batchShare{j, 1})
 		next.rows = append(next.rows, len(next.rows))
+		b.rowSet = append(b.rowSet, j.adapter)
 		from, jobs = append(from, i), append(jobs, j)
 	}
 	if len(jobs) == 0 {

@@ -56,9 +56,12 @@ type Graph struct {
 	// Pages assigns the rows to sequences in pages: see [kvcache.Spans.PageTable]. It is nil in other graphs.
 	Pages  *gorgonia.Node
 	Logits *gorgonia.Node // [len(Rows), Vocab], ForLogits
+	// Adapters selects an adapter of a set for each row, by its index; the number of adapters stands for none. It is an
+	// int [len(IDs)], and nil without [WithAdapterSet].
+	Adapters *gorgonia.Node
 	// Draws reports whether the machine should draw tokens from Logits and feed them to IDs.
 	Draws  bool
-	Params gorgonia.Nodes // one for each of the model's Params
+	Params gorgonia.Nodes // one for each of the model's Params, followed by those of a set of adapters
 	// Learning lists the Params with gradients in a ForTraining graph. These are all Params, only the
 	// planted ones in a frozen model, or the parameters named by withGradients.
 	Learning gorgonia.Nodes
@@ -278,8 +281,10 @@ type graphBuilder struct {
 	spanRows   int           // rows of a graph with blocks.Spans
 	adapters   selectable    // among which selection chooses for each row
 	selection  *lowrank.Selection
-	keeps      bool // whether to output keys and values for a cached graph
-	draws      bool // whether the machine draws tokens
+	set        *AdapterSet
+	stacked    map[string]block.Stacked // of the set, by layer
+	keeps      bool                     // whether to output keys and values for a cached graph
+	draws      bool                     // whether the machine draws tokens
 	out        *Graph
 	nodes      map[string]*gorgonia.Node // parameters by name
 }
@@ -319,6 +324,7 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 	if err := b.plant(); err != nil {
 		return nil, err
 	}
+	b.addSet(rows)
 
 	x, err := b.embedding()
 	if err == nil && c.EmbedScale != 0 {
@@ -582,6 +588,7 @@ func (b *graphBuilder) tuning(i int) (t block.Tuning) {
 	}
 
 	t.Selected, t.Selection = b.adapters.of(prefix), b.selection
+	t.Stacked, t.Rows = b.stackedIn(prefix), b.out.Adapters
 	t.Adapters = b.Config.adaptersOf(i)
 	if b.kind != ForTraining {
 		for k := range t.Adapters {

@@ -21,6 +21,8 @@ type Inference struct {
 	// DrawsOnDevice makes the machines of graphs with [Graph.Draws] draw tokens. They must have a method Draw, as
 	// cudaops.Machine has.
 	DrawsOnDevice bool
+	// Adapters are adapters next to the model on a device. Only batchers use them; see [Batcher.Adapted].
+	Adapters *AdapterSet
 	// Preference makes Loss return the loss of preference pairs.
 	Preference *op.Preference
 

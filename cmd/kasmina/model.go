@@ -149,6 +149,12 @@ func (v vocabulary) check(ids []int) error {
 // model has it.
 func (o *common) inference(ctx context.Context, f *openedModel, adapter *llm.Adapter, seq int,
 	device *cudaops.Device, p cudaops.Precision, stderr io.Writer) (*llm.Inference, error) {
+	return o.adaptedInference(ctx, f, adapter, nil, seq, device, p, stderr)
+}
+
+// adaptedInference is inference with further adapters on a device, among which texts choose.
+func (o *common) adaptedInference(ctx context.Context, f *openedModel, adapter *llm.Adapter, chosen []*llm.Adapter,
+	seq int, device *cudaops.Device, p cudaops.Precision, stderr io.Writer) (*llm.Inference, error) {
 	at, erase := bar(stderr, "loading", true)
 	defer erase()
 	config := f.Config
@@ -156,6 +162,9 @@ func (o *common) inference(ctx context.Context, f *openedModel, adapter *llm.Ada
 	w := newCounted(f.Folder, at)
 	if adapter != nil {
 		config.Adapter, w.adapter = adapter.LoRA, adapter
+	}
+	if device != nil && len(chosen) > 0 {
+		return gpu.LoadAdapted(ctx, device, p, config, w, chosen)
 	}
 	if device != nil {
 		return gpu.Load(ctx, device, p, config, w)

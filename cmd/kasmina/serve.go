@@ -36,7 +36,7 @@ func (o *serveOptions) command() *cobra.Command {
 the name of its folder.
 
 Each --adapter is offered as another model, named after its folder. A request chooses a model by its name,
-and the adapters share the memory of the model. On a GPU, there can be one adapter, without the model itself.
+and the adapters share the memory of the model.
 
 Concurrent requests are generated in one batch, so the weights are read once per token for all of them.
 
@@ -254,40 +254,49 @@ func (o *common) generator(c *cobra.Command, f *openedModel, seq, texts int) (ge
 	}
 
 	g := generator{Generator: b.Generator(), close: b.Close}
-	for k := range chosen {
-		adapted, err := b.Adapted(k)
-		if err != nil {
-			return generator{}, errors.Join(err, b.Close())
-		}
-		g.adapted = append(g.adapted, adapted)
+	if err := g.adapt(b, len(chosen)); err != nil {
+		return generator{}, errors.Join(err, b.Close())
 	}
 	return g, nil
 }
 
+// adapt adds generators for a batcher's n adapters.
+func (g *generator) adapt(b *llm.Batcher, n int) error {
+	for k := range n {
+		adapted, err := b.Adapted(k)
+		if err != nil {
+			return err
+		}
+		g.adapted = append(g.adapted, adapted)
+	}
+	return nil
+}
+
 func (o *common) generatorOnGPU(ctx context.Context, f *openedModel, seq, texts int, device *cudaops.Device,
 	p cudaops.Precision, stderr io.Writer) (generator, error) {
-	if o.lookup > 0 {
-		return generator{}, errors.Join(errors.New("--lookup needs --device cpu"), device.Close())
+	own, chosen := f.adapter(), []*llm.Adapter(nil)
+	if !f.alone {
+		own, chosen = nil, f.adapters
 	}
-	if n := len(f.adapters); n > 1 {
-		return generator{}, errors.Join(fmt.Errorf("--adapter is given %d times, and a GPU serves a model with at most "+
-			"one: give one, or use --device cpu", n), device.Close())
-	}
-	i, err := o.inference(ctx, f, f.adapter(), seq, device, p, stderr)
+	i, err := o.adaptedInference(ctx, f, own, chosen, seq, device, p, stderr)
 	if err != nil {
 		return generator{}, errors.Join(err, device.Close())
 	}
 	config := f.Config
 	config.Seq = seq
-	if texts == 1 {
+	if texts == 1 && o.lookup == 0 && len(chosen) == 0 {
 		return generator{Generator: llm.GeneratorOf(config, i.Decoder),
 			close: func() error { return errors.Join(i.Close(), device.Close()) }}, nil
 	}
 
-	b, err := gpu.NewBatcher(device, p, config, i, llm.BatcherOptions{Texts: texts, Rows: max(128, texts)})
+	b, err := gpu.NewBatcher(device, p, config, i, llm.BatcherOptions{Texts: texts, Rows: max(128, texts),
+		Lookup: o.lookup})
 	if err != nil {
 		return generator{}, errors.Join(err, i.Close(), device.Close())
 	}
-	return generator{Generator: b.Generator(),
-		close: func() error { return errors.Join(b.Close(), device.Close()) }}, nil
+	g := generator{Generator: b.Generator(), close: func() error { return errors.Join(b.Close(), device.Close()) }}
+	if err := g.adapt(b, len(chosen)); err != nil {
+		return generator{}, errors.Join(err, g.close())
+	}
+	return g, nil
 }

@@ -25,7 +25,7 @@ const mostLookup = 64
 
 func (o *common) lookupFlag(c *cobra.Command) {
 	c.Flags().IntVar(&o.lookup, "lookup", 0, "extend texts that repeat parts of themselves by up to this many tokens at "+
-		"once, on a CPU; the tokens stay the same")
+		"once; the tokens stay the same")
 }
 
 // checkLookup returns an error for an impossible --lookup.

@@ -29,15 +29,30 @@ var dtypes = map[string]cudaops.Precision{"float32": cudaops.Float32, "float16":
 // Kernels are chosen by rules unless an option requests tuning. Close the inference before the device.
 func Load(ctx context.Context, device *cudaops.Device, precision cudaops.Precision, c llm.Config,
 	w Weights, opts ...cudaops.MachineOption) (*llm.Inference, error) {
-	i, err := load(ctx, device, precision, c, w, opts)
+	i, err := load(ctx, device, precision, c, w, nil, opts)
 	if err != nil {
 		return nil, fmt.Errorf("llm/gpu: Load: %w", err)
 	}
 	return i, nil
 }
 
+// LoadAdapted is [Load] for a model with adapters. A batcher of the inference continues each text with one of the
+// adapters or with none, in the same passes; see [llm.Batcher.Adapted].
+func LoadAdapted(ctx context.Context, device *cudaops.Device, precision cudaops.Precision, c llm.Config, w Weights,
+	adapters []*llm.Adapter, opts ...cudaops.MachineOption) (*llm.Inference, error) {
+	set, err := llm.NewAdapterSet(ctx, c, adapters, w)
+	if err != nil {
+		return nil, fmt.Errorf("llm/gpu: LoadAdapted: %w", err)
+	}
+	i, err := load(ctx, device, precision, c, w, set, opts)
+	if err != nil {
+		return nil, fmt.Errorf("llm/gpu: LoadAdapted: %w", err)
+	}
+	return i, nil
+}
+
 func load(ctx context.Context, device *cudaops.Device, precision cudaops.Precision, c llm.Config,
-	w Weights, opts []cudaops.MachineOption) (*llm.Inference, error) {
+	w Weights, set *llm.AdapterSet, opts []cudaops.MachineOption) (*llm.Inference, error) {
 	if ctx == nil || w == nil {
 		return nil, errors.New("the context or the source of the weights is nil")
 	}
@@ -47,7 +62,7 @@ func load(ctx context.Context, device *cudaops.Device, precision cudaops.Precisi
 	}
 
 	// A small graph for logits has the same parameters as all other graphs.
-	g, err := llm.BuildGraph(llm.Outline(c), llm.ForLogits, 1, llm.WithWindow(1))
+	g, err := llm.BuildGraph(llm.Outline(c), llm.ForLogits, 1, llm.WithWindow(1), llm.WithAdapterSet(set))
 	if err != nil {
 		return nil, err
 	}
@@ -55,14 +70,18 @@ func load(ctx context.Context, device *cudaops.Device, precision cudaops.Precisi
 	all := append([]cudaops.MachineOption{cudaops.WithPrecision(precision),
 		cudaops.WithTuning(cudaops.TuneOff)}, opts...)
 	read := func(n *gorgonia.Node, put func([]byte, cudaops.Precision) error) error {
-		return w.Read(ctx, n.Name(), func(part []byte, dtype string) error {
+		typed := func(part []byte, dtype string) error {
 			t, ok := dtypes[dtype]
 			if !ok {
 				return fmt.Errorf("%s is of dtype %.40q, want float32, float16 or bfloat16",
 					n.Name(), dtype)
 			}
 			return put(part, t)
-		})
+		}
+		if ok, err := set.Read(n.Name(), typed); ok {
+			return err
+		}
+		return w.Read(ctx, n.Name(), typed)
 	}
 
 	owner, err := cudaops.NewMachine(device, g.G,
@@ -75,7 +94,7 @@ func load(ctx context.Context, device *cudaops.Device, precision cudaops.Precisi
 		return cudaops.NewMachine(device, g.G, append(append(draws(g),
 			cudaops.WithParamsOf(owner), cudaops.WithOutputs(g.Outputs()...)), all...)...)
 	}, owner.Close)
-	i.DrawsOnDevice = cudaops.DecodesOnDevice()
+	i.DrawsOnDevice, i.Adapters = cudaops.DecodesOnDevice(), set
 	return i, nil
 }
 

@@ -4,12 +4,15 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"sync"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
@@ -229,4 +232,60 @@ func TestTextsOnGPU(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestChosenAdaptersOnGPU checks that greedy texts with different adapters, which a GPU continues together, equal those
+// of the CPU.
+func TestChosenAdaptersOnGPU(t *testing.T) {
+	device := openGPU(t)
+	f := open(t, "tiny")
+	var adapters []*llm.Adapter
+	r := rand.New(rand.NewPCG(3, 4))
+	for _, magnitude := range []bool{false, true} {
+		targets, err := f.Config.MatchLayers(llm.AllLinear)
+		require.NoError(t, err)
+		a, err := llm.NewAdapter(f.Config, llm.LoRA{Rank: 4, Alpha: 8, Targets: targets, Magnitude: magnitude}, tensor.Float32)
+		require.NoError(t, err)
+		for _, p := range a.Params {
+			for i, x := 0, p.Value.Float32s(); i < len(x); i++ {
+				x[i] = float32(0.3 + r.NormFloat64()*0.2)
+			}
+		}
+		adapters = append(adapters, a)
+	}
+
+	loaded, err := gpu.LoadAdapted(t.Context(), device, cudaops.Float32, f.Config, f, adapters)
+	require.NoError(t, err)
+	o := llm.BatcherOptions{Texts: 6, Rows: 40, Tokens: 1024}
+	onGPU, err := gpu.NewBatcher(device, cudaops.Float32, f.Config, loaded, o)
+	require.NoError(t, err)
+	defer onGPU.Close()
+	m, err := f.Load(t.Context())
+	require.NoError(t, err)
+	o.Adapters = adapters
+	onCPU, err := llm.NewBatcher(m, o)
+	require.NoError(t, err)
+	defer onCPU.Close()
+
+	greedy := func(b *llm.Batcher, k int) (text []int) {
+		g := b.Generator()
+		if k%3 > 0 {
+			var err error
+			if g, err = b.Adapted(k%3 - 1); !assert.NoError(t, err) {
+				return nil
+			}
+		}
+		s, err := sampler.New(sampler.Config{Vocab: f.Config.Vocab})
+		assert.NoError(t, err)
+		for id, err := range g.Generate(t.Context(), []int{1, 5 + k, 9}, 50, s) {
+			assert.NoError(t, err)
+			text = append(text, id)
+		}
+		return text
+	}
+	var all sync.WaitGroup
+	for k := range 6 {
+		all.Go(func() { assert.Equal(t, greedy(onCPU, k), greedy(onGPU, k), "text %d", k) })
+	}
+	all.Wait()
 }

@@ -98,7 +98,7 @@ type options struct {
 // comparisons are the commands that train models to the end.
 var comparisons = map[string]func(ctx context.Context, args []string, stdout, stderr io.Writer) error{
 	"growth": growth.Pairs, "study": growth.Study, "forgetting": forgetting.Run,
-	"decode": decode}
+	"decode": decode, "serve": serveLoad}
 
 // compare runs one of the comparisons.
 func compare(args []string) error {

@@ -17,7 +17,21 @@ type Tuning struct {
 	// Selected holds, by layer, the adapters among which Selection chooses for each row.
 	Selected  map[string][]*lowrank.Adapter
 	Selection *lowrank.Selection
+
+	// Stacked holds, by layer, adapters for a device, among which the input Rows chooses for each row: an int
+	// [rows] with the indices of adapters, or their number for none.
+	Stacked map[string]Stacked
+	Rows    *gorgonia.Node
 }
+
+// Stacked are the matrices of n adapters of one layer, below one another. The adapter of row r keeps its part of the
+// narrow product, since the shares of all others are 0:
+//
+//	y[r] = f[k] ⊙ (x[r]·wᵀ + (s[k] ⊙ (x[r]·aᵀ))·bᵀ), with the adapter k of row r
+//
+// a is [rank, in] and b [out, rank], with the sum of all ranks. s is [n+1, rank] and f [n+1, out]. The last row of s
+// and f is for rows without an adapter. Without DoRA, f is nil.
+type Stacked struct{ A, B, Shares, Factors *gorgonia.Node }
 
 // An Adapter adds the product of two narrow matrices to the weight of a linear layer:
 //
@@ -84,7 +98,7 @@ func (t Tuning) adapter(layer string) (Adapter, bool) {
 // plain reports whether a layer is free of adapters and its weight learns.
 func (t Tuning) plain(layer string) bool {
 	_, adapted := t.adapter(layer)
-	return !adapted && !t.Frozen[layer+".weight"] && t.Selected[layer] == nil
+	return !adapted && !t.Frozen[layer+".weight"] && t.Selected[layer] == nil && t.Stacked[layer].A == nil
 }
 
 // product adds the product of x and the weight of a linear layer, with its adapter if it has one.
@@ -92,6 +106,10 @@ func (p *parts) product(x *gorgonia.Node, layer string) *gorgonia.Node {
 	if all := p.Selected[layer]; all != nil {
 		y := p.weigh(x, layer)
 		return p.do(func() (*gorgonia.Node, error) { return lowrank.Add(x, y, all, p.Selection) })
+	}
+
+	if s := p.Stacked[layer]; s.A != nil {
+		return p.stacked(x, layer, s)
 	}
 
 	a, ok := p.adapter(layer)
@@ -135,6 +153,23 @@ func (p *parts) product(x *gorgonia.Node, layer string) *gorgonia.Node {
 	scaled := p.scaleColumns(p.add(base, z), p.magnitude(a))
 	y = p.do(func() (*gorgonia.Node, error) { return gorgonia.Sub(y, base) })
 	return p.add(y, scaled)
+}
+
+// stacked adds the product of x and the weight of a linear layer, with the adapter of each row.
+func (p *parts) stacked(x *gorgonia.Node, layer string, s Stacked) *gorgonia.Node {
+	chosen := func(x, table *gorgonia.Node) *gorgonia.Node { // multiplies each row by its adapter's row of a table
+		f := p.do(func() (*gorgonia.Node, error) { return op.Embedding(p.Rows, table) })
+		return p.do(func() (*gorgonia.Node, error) { return gorgonia.HadamardProd(x, f) })
+	}
+
+	y := p.weigh(x, layer)
+	h := p.do(func() (*gorgonia.Node, error) { return op.Linear(x, s.A) })
+	h = chosen(h, s.Shares)
+	y = p.add(y, p.do(func() (*gorgonia.Node, error) { return op.Linear(h, s.B) }))
+	if s.Factors == nil {
+		return y
+	}
+	return chosen(y, s.Factors)
 }
 
 // Head adds the product of x and the frozen weight of the output layer, with an adapter. The keys of
