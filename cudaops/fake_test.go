@@ -1158,13 +1158,46 @@ func (k *fakeKernels) WidenFloat8(l *fake.Launch, a quantize.WidenFloat8) {
 }
 
 func (k *fakeKernels) WidenNF4(l *fake.Launch, a quantize.WidenNF4) {
-	blocks := (a.N + quant.BlockNF4 - 1) / quant.BlockNF4
-	codes, nested := fake.Slice[byte](l, a.Codes, (a.N+1)/2), fake.Slice[byte](l, a.Nested, blocks)
+	copy(floatsAt(l, a.Y, a.N), nf4At(l, quantize.NF4{Codes: a.Codes, Nested: a.Nested, Scales: a.Scales,
+		Table: a.Table, Offset: a.Offset}, a.N))
+}
+
+// nf4At returns the numbers of a matrix in NF4.
+func nf4At(l *fake.Launch, a quantize.NF4, n int) []float32 {
+	blocks := (n + quant.BlockNF4 - 1) / quant.BlockNF4
+	codes, nested := fake.Slice[byte](l, a.Codes, (n+1)/2), fake.Slice[byte](l, a.Nested, blocks)
 	table, scales := floatsAt(l, a.Table, 256), floatsAt(l, a.Scales, (blocks+255)/256)
-	for i, y := 0, floatsAt(l, a.Y, a.N); i < a.N; i++ {
+	y := make([]float32, n)
+	for i := range y {
 		b := i / quant.BlockNF4
 		scale := float32(table[nested[b]]*scales[b/256]) + a.Offset
 		y[i] = quant.ValueNF4(codes[i/2]>>(4-i%2*4)&15) * scale
+	}
+	return y
+}
+
+func (k *fakeKernels) Float8NF4(l *fake.Launch, a quantize.Float8NF4) {
+	y, factors := fake.Slice[byte](l, a.Y, a.Rows*a.D), floatsAt(l, a.Factors, a.Rows)
+	for i, v := range nf4At(l, a.NF4, len(y)) {
+		y[i] = half.E4M3(v * factors[i/a.D])
+	}
+}
+
+func (k *fakeKernels) Float8Columns(l *fake.Launch, a quantize.Float8Columns) {
+	factors := floatsAt(l, a.Factors, a.Rows)
+	var w []float32
+	if a.Nested != 0 {
+		w = nf4At(l, a.NF4, a.Rows*a.D)
+	} else {
+		for _, code := range fake.Slice[byte](l, a.Codes, a.Rows*a.D) {
+			w = append(w, half.FromE4M3(code))
+		}
+	}
+	for c := range a.D {
+		column := fake.Slice[byte](l, a.Y.Offset(c*a.Stride), a.Rows)
+		for r := range column {
+			column[r] = half.E4M3(w[r*a.D+c] * factors[r])
+		}
 	}
 }
 
@@ -1393,6 +1426,9 @@ func OpenFake(t testing.TB) *Device {
 	device, _ := OpenFakeDriver(t)
 	return device
 }
+
+// Float8Products exports float8Products to the external test package.
+func Float8Products() MachineOption { return float8Products }
 
 // RequireNoLeaks exports requireNoLeaks to the external test package.
 func RequireNoLeaks(t testing.TB, device *Device) { requireNoLeaks(t, device) }

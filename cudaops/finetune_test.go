@@ -2,9 +2,14 @@ package cudaops_test
 
 import (
 	"context"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cpuops"
@@ -23,6 +28,7 @@ type tuning struct {
 	tuned     []string
 	traits    llm.Traits
 	recompute bool
+	mlps      int               // blocks whose MLPs are recomputed
 	base      cpuops.WeightType // if it is not Float32, the model is loaded with LoadFrozen
 }
 
@@ -73,7 +79,7 @@ func tuneMasked(t *testing.T, batch, accumulate int, s tuning, newEngine func(*l
 	require.NoError(t, err)
 	tr, err := llm.NewTrainer(m, l, o, llm.TrainConfig{Steps: 6, Batch: batch, Accumulate: accumulate,
 		Schedule: optim.Constant(0.01), Clip: 1, Engine: newEngine, Tuned: s.tuned,
-		Recompute: s.recompute})
+		Recompute: s.recompute, RecomputeMLPs: s.mlps})
 	require.NoError(t, err)
 	defer tr.Close()
 
@@ -119,18 +125,22 @@ func TestTuningOnFake(t *testing.T) {
 	different.Alphas = map[string]float64{"model.layers.0.self_attn.k_proj": 3, "model.layers.1.mlp.up_proj": 5}
 	different.Ranks = map[string]int{"model.layers.1.self_attn.q_proj": 3}
 	for name, s := range map[string]tuning{
-		"recomputed":       {adapter: lora, recompute: true},
-		"some layers":      {adapter: llm.LoRA{Rank: 4, Alpha: 8, Targets: few}},
-		"different scales": {adapter: different},
-		"biases":           {adapter: lora, traits: llm.Traits{QKVBias: true}},
-		"norms of heads":   {adapter: lora, traits: llm.Traits{QKNorm: true}},
-		"GELU":             {adapter: lora, traits: llm.Traits{GELU: true, NormPlusOne: true}},
-		"an ungated MLP":   {adapter: llm.LoRA{Rank: 4, Alpha: 8, Targets: ungated}, traits: plain},
-		"DoRA, recomputed": {adapter: llm.LoRA{Rank: 4, Alpha: 4, Magnitude: true, Targets: all}, recompute: true},
-		"LoRA":             {adapter: llm.LoRA{Rank: 4, Alpha: 8, Targets: all}},
-		"rsLoRA":           {adapter: llm.LoRA{Rank: 4, Alpha: 8, RankStabilized: true, Targets: all}},
-		"DoRA":             {adapter: llm.LoRA{Rank: 4, Alpha: 4, Magnitude: true, Targets: all}},
-		"dropout":          {adapter: llm.LoRA{Rank: 4, Alpha: 8, Dropout: 0.2, Targets: all}},
+		"recomputed":      {adapter: lora, recompute: true},
+		"recomputed MLPs": {adapter: lora, mlps: 2},
+		"recomputed MLPs of one block, biases, dropout": {adapter: llm.LoRA{Rank: 4, Alpha: 8, Dropout: 0.2, Targets: all}, mlps: 1,
+			traits: llm.Traits{QKVBias: true}},
+		"recomputed MLPs, post norms": {adapter: lora, mlps: 2, traits: llm.Traits{PostNorms: true, GELU: true}},
+		"some layers":                 {adapter: llm.LoRA{Rank: 4, Alpha: 8, Targets: few}},
+		"different scales":            {adapter: different},
+		"biases":                      {adapter: lora, traits: llm.Traits{QKVBias: true}},
+		"norms of heads":              {adapter: lora, traits: llm.Traits{QKNorm: true}},
+		"GELU":                        {adapter: lora, traits: llm.Traits{GELU: true, NormPlusOne: true}},
+		"an ungated MLP":              {adapter: llm.LoRA{Rank: 4, Alpha: 8, Targets: ungated}, traits: plain},
+		"DoRA, recomputed":            {adapter: llm.LoRA{Rank: 4, Alpha: 4, Magnitude: true, Targets: all}, recompute: true},
+		"LoRA":                        {adapter: llm.LoRA{Rank: 4, Alpha: 8, Targets: all}},
+		"rsLoRA":                      {adapter: llm.LoRA{Rank: 4, Alpha: 8, RankStabilized: true, Targets: all}},
+		"DoRA":                        {adapter: llm.LoRA{Rank: 4, Alpha: 4, Magnitude: true, Targets: all}},
+		"dropout":                     {adapter: llm.LoRA{Rank: 4, Alpha: 8, Dropout: 0.2, Targets: all}},
 		"DoRA with dropout on some layers": {adapter: llm.LoRA{Rank: 4, Alpha: 8, Magnitude: true,
 			Dropout: 0.2, Targets: some}},
 		"NF4": {adapter: lora, base: cpuops.NF4},
@@ -157,6 +167,158 @@ func TestTuningOnFake(t *testing.T) {
 			}
 			require.Less(t, want[5], want[0])
 		})
+	}
+}
+
+// TestPackedFloat8OnFake compares losses with products in float8 that read packed weights directly with those whose
+// base holds the same numbers as float32. Before the first update, the operands of all forward products are equal for
+// float8. For NF4, rows that share a block of weights may have larger scales.
+func TestPackedFloat8OnFake(t *testing.T) {
+	c := llm.Config{Vocab: 64, Dim: 64, Layers: 2, Heads: 4, KVHeads: 2, FF: 96, Seq: 64}.Default()
+	targets, err := c.MatchLayers(llm.AllLinear)
+	require.NoError(t, err)
+	some, err := c.MatchLayers("q_proj", "down_proj")
+	require.NoError(t, err)
+	tokens := make([]int, 2*c.Seq)
+	for i := range tokens {
+		tokens[i] = i * i / 3 % 64
+	}
+
+	for name, s := range map[string]struct {
+		base cpuops.WeightType
+		lora llm.LoRA
+		mlps int
+		near float64 // tolerance of the first loss
+	}{
+		"float8":                  {cpuops.Float8, llm.LoRA{Rank: 4, Alpha: 8, Targets: targets}, 0, 1e-6},
+		"NF4":                     {cpuops.NF4, llm.LoRA{Rank: 4, Alpha: 8, Targets: targets}, 0, 1e-4},
+		"float8, recomputed MLPs": {cpuops.Float8, llm.LoRA{Rank: 4, Alpha: 8, Targets: targets}, 1, 1e-6},
+		"NF4, some layers":        {cpuops.NF4, llm.LoRA{Rank: 4, Alpha: 8, Targets: some}, 2, 1e-4},
+		"float8, DoRA":            {cpuops.Float8, llm.LoRA{Rank: 4, Alpha: 8, Magnitude: true, Targets: targets}, 0, 1e-6},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m, err := llm.NewModel(c, tensor.Float32, 7)
+			require.NoError(t, err)
+			frozen, err := llm.LoadFrozen(t.Context(), s.base, c, paramReader{m})
+			require.NoError(t, err)
+			for _, name := range frozen.Base.Names() {
+				_, rows, width, _ := frozen.Base.Matrix(name)
+				values := make([]float32, rows*width)
+				require.NoError(t, frozen.Base.Rows(name, values, 0, rows))
+				copy(m.Param(name).Data().([]float32), values)
+			}
+
+			losses := func(m *llm.Model, opts ...cudaops.MachineOption) (all []float64) {
+				adapted, err := llm.Adapt(m, s.lora, 3)
+				require.NoError(t, err)
+				o, err := optim.NewAdamW(optim.WithLR(0.01))
+				require.NoError(t, err)
+				g, err := llm.TrainConfig{Batch: 2, Accumulate: 1, RecomputeMLPs: s.mlps}.Graph(adapted)
+				require.NoError(t, err)
+				opts = append(opts, cudaops.WithParams(g.Learning...), cudaops.WithOutputs(g.Loss))
+				if g.Base != nil {
+					opts = append(opts, cudaops.WithWeights(g.Base))
+				}
+				machine, err := cudaops.NewMachine(cudaops.OpenFake(t), g.G, append(opts,
+					cudaops.WithFrozen(floats(g), slices.DeleteFunc(g.Frozen(), func(n *gorgonia.Node) bool {
+						typ, _, _, _ := g.Base.Matrix(n.Name())
+						return typ == s.base
+					})...))...)
+				require.NoError(t, err)
+				defer func() { require.NoError(t, machine.Close()) }()
+				require.NoError(t, machine.SetOptimizer(o, 0))
+				batch := data.Batch{Inputs: tokens, Targets: append(tokens[1:len(tokens):len(tokens)], 5), Count: len(tokens)}
+				for range 6 {
+					require.NoError(t, g.Let(batch))
+					require.NoError(t, machine.RunAll())
+					loss, _, err := machine.Step(g.Loss)
+					require.NoError(t, err)
+					all = append(all, loss)
+				}
+				return all
+			}
+
+			exactly, want := losses(m), losses(m, cudaops.Float8Products())
+			got := losses(frozen, cudaops.Float8Products())
+			require.InDelta(t, want[0], got[0], s.near)
+			require.NotEqual(t, exactly[0], got[0])
+			require.InDeltaSlice(t, exactly, got, 0.05)
+			require.Less(t, got[5], got[0]-0.05)
+		})
+	}
+}
+
+// TestFloat8AdapterGradients checks that the gradients of adapters whose matrices are not zero differ little between
+// products in float8 and in float32.
+func TestFloat8AdapterGradients(t *testing.T) {
+	c := llm.Config{Vocab: 64, Dim: 64, Layers: 2, Heads: 4, KVHeads: 2, FF: 96, Seq: 64}.Default()
+	targets, err := c.MatchLayers(llm.AllLinear)
+	require.NoError(t, err)
+	m, err := llm.NewModel(c, tensor.Float32, 7)
+	require.NoError(t, err)
+	m, err = llm.Adapt(m, llm.LoRA{Rank: 16, Alpha: 32, Targets: targets}, 3)
+	require.NoError(t, err)
+	r := rand.New(rand.NewPCG(1, 2))
+	for _, p := range m.Params {
+		if strings.HasSuffix(p.Name, "lora_B.weight") {
+			for i := range p.Value.Data().([]float32) {
+				p.Value.Data().([]float32)[i] = float32(0.05 * r.NormFloat64())
+			}
+		}
+	}
+
+	tokens := make([]int, 2*c.Seq)
+	for i := range tokens {
+		tokens[i] = r.IntN(c.Vocab)
+	}
+	gradients := func(opts ...cudaops.MachineOption) map[string][]float32 {
+		g, err := m.Graph(llm.ForTraining, 2)
+		require.NoError(t, err)
+		outputs := gorgonia.Nodes{g.Loss}
+		for _, p := range g.Learning {
+			outputs = append(outputs, p.Deriv())
+		}
+		machine, err := cudaops.NewMachine(cudaops.OpenFake(t), g.G, append(opts, cudaops.WithParams(g.Learning...),
+			cudaops.WithFrozen(nil, g.Frozen()...), cudaops.WithOutputs(outputs...))...)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, machine.Close()) }()
+		require.NoError(t, g.Let(data.Batch{Inputs: tokens, Targets: append(tokens[1:len(tokens):len(tokens)], 5),
+			Count: len(tokens)}))
+		require.NoError(t, machine.RunAll())
+		all := map[string][]float32{}
+		for _, p := range g.Learning {
+			v, err := machine.Value(p.Deriv())
+			require.NoError(t, err)
+			all[p.Name()] = slices.Clone(v.Data().([]float32))
+		}
+		return all
+	}
+
+	got := gradients(cudaops.Float8Products())
+	for name, want := range gradients() {
+		difference, size := 0.0, 0.0
+		for i, v := range want {
+			difference += math.Pow(float64(v-got[name][i]), 2)
+			size += math.Pow(float64(v), 2)
+		}
+		require.NotZero(t, size, name)
+		require.Less(t, math.Sqrt(difference/size), 0.15, name)
+		require.NotZero(t, difference, name)
+	}
+}
+
+// floats returns a function for WithFrozen that reads the parameters of a graph as float32.
+func floats(g *llm.Graph) func(*gorgonia.Node, func([]byte, cudaops.Precision) error) error {
+	return func(n *gorgonia.Node, put func([]byte, cudaops.Precision) error) error {
+		_, rows, width, ok := g.Base.Matrix(n.Name())
+		if !ok {
+			return put(safetensors.Memory(n.Value().Data().([]float32)), cudaops.Float32)
+		}
+		values := make([]float32, rows*width)
+		if err := g.Base.Rows(n.Name(), values, 0, rows); err != nil {
+			return err
+		}
+		return put(safetensors.Memory(values), cudaops.Float32)
 	}
 }
 

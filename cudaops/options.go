@@ -185,8 +185,9 @@ func WithFrozen(read func(n *gorgonia.Node, put func(part []byte, t Precision) e
 
 // WithWeights makes inputs with the names of matrices in w whose type is Float8 or NF4 read these instead of a
 // value of the node. The device holds them in the same form, and widens a matrix to the type of activations
-// right before each product that reads it, in memory that all layers share. Matrices of other types are
-// ignored. A machine with [WithParamsOf] shares the matrices of the other machine.
+// right before each product that reads it, in memory that all layers share. With the precision [Float8], products
+// read matrices of type Float8 directly, and other operands are rounded to float8 instead. Matrices of other types
+// are ignored. A machine with [WithParamsOf] shares the matrices of the other machine.
 func WithWeights(w *cpuops.Weights) MachineOption {
 	return setting(func(c *machineConfig) {
 		c.Packed = func(n *gorgonia.Node) *quant.Matrix {

@@ -156,6 +156,25 @@ func (m *Matrix) Codes() []byte { return m.codes }
 // Scales returns the scale of each row of a [Float8] matrix. The caller must not change them.
 func (m *Matrix) Scales() []float32 { return m.scales }
 
+// LargestOfRows returns the largest magnitude in each row of a [Float8] or [NF4] matrix, or an upper bound if the
+// row shares a block with another row.
+func (m *Matrix) LargestOfRows() []float32 {
+	all := make([]float32, m.Rows)
+	cpu.Parallel(m.Rows, cpu.Grain(max(1, m.Cols/BlockNF4)), func(lo, hi int) {
+		for r := lo; r < hi; r++ {
+			if m.Format == Float8 {
+				all[r] = half.MaxE4M3 * m.scales[r]
+				continue
+			}
+			for b := r * m.Cols / BlockNF4; b*BlockNF4 < (r+1)*m.Cols; b++ {
+				scale := m.nested.scale(b)
+				all[r] = max(all[r], scale, -scale)
+			}
+		}
+	})
+	return all
+}
+
 // Nested returns the scales of the blocks of an [NF4] matrix: the scale of block i is
 // Signed8.Values[codes[i]]·scales[i/256] + offset. The caller must not change them.
 func (m *Matrix) Nested() (codes []byte, scales []float32, offset float32) {

@@ -126,6 +126,9 @@ func (s size) beginTuning(device *cudaops.Device, o options) (*training, error) 
 	if o.recompute {
 		graphOptions = append(graphOptions, llm.WithRecompute())
 	}
+	if o.mlps > 0 {
+		graphOptions = append(graphOptions, llm.WithRecomputedMLPs(o.mlps))
+	}
 	g, err := llm.BuildGraph(m, llm.ForTraining, s.batch, graphOptions...)
 	if err != nil {
 		return nil, err
@@ -139,6 +142,9 @@ func (s size) beginTuning(device *cudaops.Device, o options) (*training, error) 
 	opts := []cudaops.MachineOption{cudaops.WithParams(g.Learning...), cudaops.WithOutputs(g.Loss),
 		cudaops.WithFrozen(randomWeights(), frozen...), cudaops.WithWeights(base),
 		cudaops.WithPrecision(o.precision), cudaops.WithTuning(o.tune), cudaops.WithStrict()}
+	if o.memory > 0 {
+		opts = append(opts, cudaops.WithMemory(int(o.memory*(1<<30))))
+	}
 	machine, err := cudaops.NewMachine(device, g.G, opts...)
 	if err != nil {
 		return nil, err

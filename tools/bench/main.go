@@ -89,6 +89,8 @@ type options struct {
 	seq       int               // of the group finetune; 0 for the default
 	base      cpuops.WeightType // of the frozen weights of the group finetune
 	recompute bool              // recompute blocks in the group finetune
+	mlps      int               // blocks whose MLPs are recomputed in the group finetune
+	memory    float64           // GiB that the group finetune may use to save time; 0 for no limit
 	clip      float64
 	tune      cudaops.Tuning
 	monitor   int
@@ -144,6 +146,8 @@ func main() {
 	flag.IntVar(&o.batch, "batch", 0, "sequences in a batch (default: depends on the model)")
 	flag.IntVar(&o.seq, "seq", 0, "tokens in a sequence of the group finetune (default: 4096)")
 	flag.BoolVar(&o.recompute, "recompute", false, "recompute blocks in the backward pass, in the group finetune")
+	flag.IntVar(&o.mlps, "recompute-mlps", 0, "recompute the MLPs of this many blocks, in the group finetune")
+	flag.Float64Var(&o.memory, "memory", 0, "use at most this many GiB to save time, in the group finetune (default: no limit)")
 	base := flag.String("base", cpuops.BFloat16.String(),
 		"type of the frozen weights in the group finetune: bf16, f8 or nf4")
 	against := flag.String("against", "",

@@ -44,6 +44,7 @@ func TestEveryLaunch(t *testing.T) {
 	alloc := func(int) (gpu.Ptr, error) { return p, nil }
 	table, err := optimizer.NewTable(k.Ctx, alloc, []optimizer.Tensor{{Size: 9, Param: p, Grad: p}})
 	require.NoError(t, err)
+	nf4 := quantize.NF4{Codes: p, Nested: p, Scales: p, Table: p}
 	weights, err := quantize.NewTable(k.Ctx, alloc, []quantize.Weight{{X: p, Y: p, Scale: p, Rows: 16,
 		D: 16}})
 	require.NoError(t, err)
@@ -130,6 +131,9 @@ func TestEveryLaunch(t *testing.T) {
 		quantize.Rows{Y: p, Scale: p, X: p, Rows: 3, D: 8, Type: dt},
 		quantize.WidenFloat8{Y: p, Codes: p, Scales: p, Rows: 3, D: 8, Type: dt},
 		quantize.WidenNF4{Y: p, Codes: p, Nested: p, Scales: p, Table: p, N: 24, Type: dt},
+		quantize.Float8NF4{NF4: nf4, Y: p, Factors: p, Rows: 16, D: 32},
+		quantize.Float8Columns{NF4: nf4, Y: p, Factors: p, Rows: 16, D: 32, Stride: 16},
+		quantize.Float8Columns{NF4: quantize.NF4{Codes: p}, Y: p, Factors: p, Rows: 16, D: 32, Stride: 16},
 		quantize.Columns{Y: p, Scale: p, X: p, Rows: 3, D: 8, Type: dt, Workspace: p},
 		quantize.Weights{Table: weights},
 		reduce.Reduce{Op: reduce.Sum, Y: p, X: p, Outer: 1, N: 9, Inner: 8, XType: dt},

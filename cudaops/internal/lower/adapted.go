@@ -57,7 +57,7 @@ type frozenGroup struct {
 	layers  []frozenLayer
 	x       *program.Array
 	parts   []*program.Array // weights of the layers
-	weights *program.Array   // parts, stacked; after the forward pass, use weightsOf
+	weights *program.Array   // parts, stacked, and perhaps packed
 	a, b, u *program.Array
 	scale   float32
 
@@ -97,7 +97,7 @@ func (c *compiler) newFrozenGroup(n *gorgonia.Node, layers ...frozenLayer) *froz
 	}
 
 	g := &frozenGroup{layers: layers, x: c.asActivation(n, c.Values[layers[0].x]), parts: weights,
-		weights: c.stack(n, weights...)}
+		weights: c.stackFrozen(n, weights...)}
 	for _, l := range layers {
 		if l.a != nil {
 			g.scale = float32(l.scale)
@@ -207,16 +207,19 @@ func (c *compiler) copyBlock(n *gorgonia.Node, y, x *program.Array, shape []int,
 }
 
 // second returns u·bᵀ, the term that a group adds to x·wᵀ. It is empty if there are no adapters.
-func (g *frozenGroup) second() term { return term{g.u, g.b} }
+func (g *frozenGroup) second() term { return term{g.u, g.b, true} }
 
-// A term is a product x·wᵀ or x·w that is added to another product. An empty term is zero.
-type term struct{ x, w *program.Array }
+// A term is a product x·w, or x·wᵀ if transW is set, that is added to another product. An empty term is zero.
+type term struct {
+	x, w   *program.Array
+	transW bool
+}
 
 // products returns the calls that compute a product and add a term to it.
 func (c *compiler) products(n *gorgonia.Node, p program.Product, t term) []*program.Call {
 	all := []*program.Call{c.newProduct(n, p)}
 	if t.x != nil {
-		all = append(all, c.newProduct(n, program.Product{D: p.D, A: t.x, B: t.w, TransB: p.TransB,
+		all = append(all, c.newProduct(n, program.Product{D: p.D, A: t.x, B: t.w, TransB: t.transW,
 			Beta: 1}))
 	}
 	return all
@@ -326,7 +329,7 @@ func (c *compiler) readOutputGrad(n *gorgonia.Node, g *frozenGroup, grads []*gor
 	}
 
 	v, db := c.Like(g.u), c.weightGradient(g.b.Shape, c.gradsOfAdapters(g, grads, true)...)
-	o = outputGrads{term: term{v, g.a}, db: db}
+	o = outputGrads{term: term{x: v, w: g.a}, db: db}
 	var factors *program.Array
 	if g.raw != nil {
 		o.scaled, factors = c.Like(g.u), g.norm.rstd
@@ -453,7 +456,7 @@ func (c *compiler) lowerFrozenGrad(n *gorgonia.Node, g *frozenGroup, dy *program
 	if to := c.frozenGradOf(n).dx; to != nil {
 		dx = c.Like(g.x)
 		_, add := c.addend(to, dx)
-		c.addTerm(n, c.weighted(n, dx, dy, c.weightsOf(n, g), true).Plus(add), o.term)
+		c.addTerm(n, c.weighted(n, dx, dy, g.weights, true).Plus(add), o.term)
 	} else {
 		dx = &program.Array{Shape: g.x.Shape}
 	}
@@ -483,8 +486,11 @@ func (c *compiler) alone(n *gorgonia.Node, g *frozenGroup) *frozenGroup {
 	for i, l := range g.layers {
 		out := l.n.Shape()[1]
 		if c.gradOfLayer(l, c.gradientIn(n)) == n {
-			one := &frozenGroup{layers: []frozenLayer{l}, x: g.x, parts: g.parts[i : i+1],
-				weights: g.weights.View(row*in, out, in), scale: g.scale}
+			one := &frozenGroup{layers: []frozenLayer{l}, x: g.x, parts: g.parts[i : i+1], weights: g.parts[i],
+				scale: g.scale}
+			if g.weights.Packed == nil {
+				one.weights = g.weights.View(row*in, out, in)
+			}
 			if l.a == nil {
 				return one
 			}
@@ -569,7 +575,7 @@ func (c *compiler) fuseGate(n *gorgonia.Node) bool {
 		program.Reads(&m.AB, s.ab)))
 	one := gemm.SiLUProduct{Gate: gemm.Gate{Rows: rows, F: f, D: g.x.Shape[1], Type: h.Type}}
 	args := append(t.operands(&one.Term), program.Writes(&one.H, h), program.Writes(&one.AB, s.ab),
-		program.Reads(&one.X, g.x), program.Reads(&one.Weights, g.weights))
+		program.Reads(&one.X, g.x), program.Reads(&one.Weights, p.B))
 	c.addProduct(several, !s.gelu && p.ScaleA == nil, newCall(c, n, &one, args...))
 
 	c.saved[gate.n.Op()], c.saved[up.n.Op()], c.saved[o] = g, g, s
@@ -596,14 +602,13 @@ func (c *compiler) fuseMulGrad(n *gorgonia.Node, g *frozenGroup, dy *program.Arr
 	h, product := c.Like(g.x), c.Like(g.x)
 	grads := []*gorgonia.Node{n}
 	o := c.readOutputGrad(n, g, grads, dy)
-	weights := c.weightsOf(n, g)
-	p := c.weighted(n, product, dy, weights, true)
+	p := c.weighted(n, product, dy, g.weights, true)
 	m := silu.MulBackward{Rows: rows, F: f, GELU: s.gelu, Type: dy.Type}
 	several := append(c.products(n, p, o.term), newCall(c, n, &m, program.Writes(&m.H, h),
 		program.Writes(&m.DAB, s.dab), program.Reads(&m.DH, product), program.Reads(&m.AB, s.ab)))
 	one := gemm.SiLUProductBackward{Gate: gemm.Gate{Rows: rows, F: f, D: d, Type: dy.Type}}
 	args := append(o.operands(&one.Term), program.Writes(&one.DAB, s.dab), program.Reads(&one.AB, s.ab),
-		program.Reads(&one.G, dy), program.Reads(&one.Down, weights))
+		program.Reads(&one.G, dy), program.Reads(&one.Down, p.B))
 	room := min(c.o.Room, int(c.o.Device.Memory/keptShare))
 	keep := g.u != nil && c.Spent+g.x.Extent() <= room
 	if g.u != nil && !keep {
@@ -679,7 +684,7 @@ func (c *compiler) groupInputGrad(n *gorgonia.Node, g *frozenGroup, dy *program.
 		return
 	}
 	dx := c.Like(g.x)
-	c.addTerm(n, c.weighted(n, dx, dy, c.weightsOf(n, g), true), t)
+	c.addTerm(n, c.weighted(n, dx, dy, g.weights, true), t)
 	for _, d := range dxs {
 		c.Values[d] = folded(d)
 	}

@@ -3,9 +3,11 @@ package lower_test
 import (
 	"fmt"
 	"log/slog"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"gorgonia.org/gorgonia"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/choose"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
@@ -16,6 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/place"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
+	"github.com/kasmina-go/kasmina/internal/quant"
 	"github.com/kasmina-go/kasmina/internal/variantrule"
 	"github.com/kasmina-go/kasmina/llm"
 )
@@ -41,7 +44,7 @@ func TestTuningProgram(t *testing.T) {
 			c.Adapter = llm.LoRA{Rank: 16, Alpha: 32, Targets: targets}
 			g, err := llm.BuildGraph(llm.Outline(c), llm.ForTraining, s.batch)
 			require.NoError(t, err)
-			p := lowerFused(t, g)
+			p := lowerFused(t, g, nil)
 
 			calls := map[string]int{}
 			for _, c := range p.Calls {
@@ -76,6 +79,60 @@ func TestTuningProgram(t *testing.T) {
 	}
 }
 
+// TestPackedTuningProgram checks the memory of programs that tune adapters next to frozen weights of Llama-3.1-8B
+// in float8 and NF4, and that products in float8 read no widened weights.
+func TestPackedTuningProgram(t *testing.T) {
+	matrices := map[string]*quant.Matrix{}
+	for name, s := range map[string]struct {
+		format     quant.Format
+		float8     bool
+		batch, seq int
+		opts       []llm.GraphOption
+		most       float64 // GiB, without the optimizer's moments, which take 0.31
+	}{
+		"float8":                 {quant.Float8, true, 2, 4096, []llm.GraphOption{llm.WithRecomputedMLPs(12)}, 29},
+		"NF4":                    {quant.NF4, true, 2, 4096, []llm.GraphOption{llm.WithRecomputedMLPs(28)}, 18.4},
+		"NF4, bfloat16 products": {quant.NF4, false, 2, 4096, []llm.GraphOption{llm.WithRecomputedMLPs(28)}, 18.4},
+		"NF4, one text":          {quant.NF4, false, 1, 2048, []llm.GraphOption{llm.WithRecompute()}, 7.6},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := llm.Config{Vocab: 128256, Dim: 4096, Layers: 32, Heads: 32, KVHeads: 8, FF: 14336, Seq: s.seq,
+				Untied: true}.Default()
+			targets, err := c.MatchLayers(llm.AllLinear)
+			require.NoError(t, err)
+			c.Adapter = llm.LoRA{Rank: 16, Alpha: 32, Targets: targets}
+			g, err := llm.BuildGraph(llm.Outline(c), llm.ForTraining, s.batch, s.opts...)
+			require.NoError(t, err)
+			p := lowerFused(t, g, func(o *lower.Options) {
+				o.Float8 = s.float8
+				o.Packed = func(n *gorgonia.Node) *quant.Matrix {
+					if !strings.Contains(n.Name(), "_proj.weight") {
+						return nil
+					}
+					key := fmt.Sprint(s.format, n.Shape()) // layers may share a matrix of zeros here
+					if matrices[key] == nil {
+						b, err := quant.NewBuilder(s.format, n.Shape()[0], n.Shape()[1])
+						require.NoError(t, err)
+						matrices[key] = b.Matrix()
+					}
+					return matrices[key]
+				}
+			})
+
+			calls := map[string]int{}
+			for _, c := range p.Calls {
+				calls[c.Op]++
+			}
+			if s.float8 {
+				require.Zero(t, calls["Widen"])
+			}
+			size := float64(p.Arena+p.Resident()) / (1 << 30)
+			t.Logf("%.2f GiB: %.2f for a run, %v", size, float64(p.Arena)/(1<<30), calls)
+			require.Less(t, size, s.most)
+		})
+	}
+}
+
 func without(calls map[string]int, names ...string) map[string]int {
 	rest := map[string]int{}
 	for name, n := range calls {
@@ -89,7 +146,7 @@ func without(calls map[string]int, names ...string) map[string]int {
 
 // lowerFused lowers and places a graph for a GPU of compute capability 9.0, in bfloat16 and with all fused
 // kernels, without allocating memory.
-func lowerFused(t *testing.T, g *llm.Graph) *program.Program {
+func lowerFused(t *testing.T, g *llm.Graph, change func(*lower.Options)) *program.Program {
 	t.Helper()
 	ctx, err := fake.New(fake.Config{Images: kerneltest.Kernels}).Retain(0)
 	require.NoError(t, err)
@@ -106,6 +163,9 @@ func lowerFused(t *testing.T, g *llm.Graph) *program.Program {
 		Chooser: choose.New(x, choose.Config{Mode: choose.Off, Rules: rules, Device: ctx.Device(),
 			Logger: slog.New(slog.DiscardHandler), Warn: warn})}
 	o.Params, o.Outputs = append(g.Learning, g.Frozen()...), append(o.Outputs, g.Loss)
+	if change != nil {
+		change(&o)
+	}
 	p, lasting, err := lower.Lower(g.G, o)
 	require.NoError(t, err)
 

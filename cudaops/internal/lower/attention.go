@@ -197,7 +197,7 @@ func (c *compiler) formStatistics(n *gorgonia.Node, call *program.Call, back *at
 			program.Reads(&one.W, product.Operand(&m.B).Array)}
 	case *gemm.ProductSum:
 		one.D = m.D
-		operands = append(term{product.Operand(&m.Term.X).Array, product.Operand(&m.Term.W).Array}.operands(&one.Term),
+		operands = append(term{x: product.Operand(&m.Term.X).Array, w: product.Operand(&m.Term.W).Array}.operands(&one.Term),
 			program.Reads(&one.X, product.Operand(&m.X).Array), program.Reads(&one.W, product.Operand(&m.W).Array))
 	}
 

@@ -32,12 +32,20 @@ func (c *compiler) float8(rows, columns, depth int) bool {
 	return c.o.Float8 && rows >= float8Rows && columns%float8Pack == 0 && depth%float8Pack == 0
 }
 
-// weighted returns the product y = x·wᵀ of a linear layer or, if grad is set, y = x·w for its gradient.
+// weighted returns the product y = x·wᵀ of a linear layer or, if grad is set, y = x·w for its gradient. w may be
+// packed.
 func (c *compiler) weighted(n *gorgonia.Node, y, x, w *program.Array, grad bool) program.Product {
 	if !c.float8(x.Shape[0], w.Shape[0], w.Shape[1]) {
-		return program.Product{D: y, A: x, B: w, TransB: !grad}
+		return program.Product{D: y, A: x, B: c.widened(n, w), TransB: !grad}
 	}
-	a, b := c.quantize(n, x, false), c.quantize(n, w, grad)
+
+	a, b, ok := c.quantize(n, x, false), program.Quantized{}, false
+	if w.Packed != nil {
+		b, ok = c.packedFloat8(n, w, grad)
+	}
+	if !ok {
+		b = c.quantize(n, c.widened(n, w), grad)
+	}
 	return program.Product{D: y, A: a.Values, B: b.Values, TransB: true,
 		ScaleA: a.Scales, ScaleB: b.Scales}
 }

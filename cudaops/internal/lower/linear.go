@@ -35,6 +35,7 @@ func (c *compiler) linear(n *gorgonia.Node, y, x, w, add *program.Array) {
 		c.matmul(n, c.weighted(n, y, x, w, false).Plus(add))
 		return
 	}
+	w = c.widened(n, w)
 	a := decode.Product{Columns: w.Shape[0], D: w.Shape[1], Type: x.Type,
 		Steady: w.Resident && len(c.Calls) > 0}
 	addCall(c, n, &a, program.Writes(&a.Y, y), program.Reads(&a.X, x), program.Reads(&a.W, w),

@@ -313,7 +313,7 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bo
 	}
 
 	back := g.linear[0]
-	x, w := c.asActivation(back, c.Values[p.x]), c.stack(back, weights...)
+	x := c.asActivation(back, c.Values[p.x])
 	wide, parts, _ := p.place(c, x)
 	c.attentionGrad(n, in, parts[0], parts[1], parts[2], ropeConfigOf(p.rotated[0]))
 	c.Values[n] = packed(parts[:]...)
@@ -343,6 +343,7 @@ func (c *compiler) fuseProjectionsGrad(n *gorgonia.Node, in []*program.Array) bo
 		dws = append(dws, c.partOf(l, x.Len()))
 	}
 
+	w := c.stack(back, weights...)
 	dx, dw := c.Like(x), c.weightGradient(w.Shape, dws...)
 	c.matmul(back, c.weighted(back, dx, wide, w, true))
 	c.matmul(back, program.Product{D: dw, A: wide, B: x, TransA: true})
@@ -364,7 +365,7 @@ func (c *compiler) frozenProjectionsGrad(n *gorgonia.Node, p *projections, g *pr
 	o := c.readOutputGrad(n, p.group, g.linear[:], wide)
 	if len(g.dx) > 0 {
 		dx := c.Like(p.group.x)
-		c.addTerm(n, c.weighted(n, dx, wide, c.weightsOf(n, p.group), true), o.term)
+		c.addTerm(n, c.weighted(n, dx, wide, p.group.weights, true), o.term)
 		c.Values[g.dx[len(g.dx)-1]] = dx
 	}
 	c.adapterGrads(p.group, g.linear[:], &program.Array{Shape: p.group.x.Shape}, o)

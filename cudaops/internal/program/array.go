@@ -3,6 +3,7 @@ package program
 import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/opbase"
+	"github.com/kasmina-go/kasmina/internal/quant"
 )
 
 // Array is the value of a node, or part of a value: elements in row-major order.
@@ -20,11 +21,16 @@ type Array struct {
 	Packed *Packed
 }
 
-// Packed is a matrix of frozen weights in float8 or NF4. Its arrays are resident.
+// Packed is a matrix of frozen weights in float8 or NF4. Its arrays are resident, and nil until a call needs
+// them.
 type Packed struct {
+	Matrix        *quant.Matrix
 	Codes, Scales *Array
-	Nested, Table *Array  // codes of the scales and their codebook; nil for float8
-	Offset        float32 // of the scales in NF4
+	Nested, Table *Array    // codes of the scales and their codebook; nil for float8
+	Largest       []float32 // Matrix.LargestOfRows, once a call needs them
+
+	// Parts holds the matrices if several are stacked. All other fields are then empty.
+	Parts []*Array
 }
 
 // Len returns the number of elements.

@@ -3,9 +3,12 @@ package quantize_test
 import (
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
+	"github.com/kasmina-go/kasmina/internal/half"
 	"github.com/kasmina-go/kasmina/internal/quant"
 )
 
@@ -71,4 +74,67 @@ func uploadBytes(g *kerneltest.Rig, b []byte) *kerneltest.Buffer {
 	to := g.Alloc(len(b), gpu.Float8E4M3, 0)
 	g.Must(g.Ctx.CopyToDevice(to.Ptr, b, g.Stream))
 	return to
+}
+
+// TestFloat8Weights compares weights that are rounded from one format to float8, in rows and transposed, with those
+// that the CPU computes, bit for bit. Two matrices share the rows of the transposed result.
+func TestFloat8Weights(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for _, shape := range [][2]int{{16, 16}, {32, 48}, {128, 128}, {144, 208}, {272, 1024}, {1040, 336}} {
+		rows, d := shape[0], shape[1]
+		w, factors := make([]float32, rows*d), make([]float32, rows)
+		for i := range w {
+			w[i] = float32(g.Rand.NormFloat64())
+		}
+		for r := range factors {
+			factors[r] = float32(50 + 100*g.Rand.Float64())
+		}
+
+		for _, format := range []quant.Format{quant.Float8, quant.NF4} {
+			m, err := quant.New(format, rows, d, w)
+			g.Must(err)
+			values := make([]float32, len(w)) // for float8, the codes without scales
+			m.Decode(values, 0, rows)
+			a := quantize.NF4{Codes: uploadBytes(g, m.Codes()).Ptr}
+			to, _ := g.Upload(wide(factors), kerneltest.F32, 0)
+			if format == quant.NF4 {
+				nested, blockScales, offset := m.Nested()
+				scales, _ := g.Upload(wide(blockScales), kerneltest.F32, 0)
+				table, _ := g.Upload(wide(quant.Signed8.Values[:]), kerneltest.F32, 0)
+				a.Nested, a.Scales, a.Table, a.Offset = uploadBytes(g, nested).Ptr, scales.Ptr, table.Ptr, offset
+			} else {
+				for i, code := range m.Codes() {
+					values[i] = half.FromE4M3(code)
+				}
+			}
+
+			want := make([]byte, len(w))
+			for i, v := range values {
+				want[i] = half.E4M3(v * factors[i/d])
+			}
+			if format == quant.NF4 {
+				y := g.Alloc(len(w), gpu.Float8E4M3, 0)
+				g.Must(g.Launch(g.Stream, quantize.Float8NF4{NF4: a, Y: y.Ptr, Factors: to.Ptr, Rows: rows, D: d}))
+				require.Equal(t, want, raw(g, y), "%v %v", format, shape)
+			}
+
+			const beside = 32 // columns of y to the left, and a third of them to the right, of the result
+			stride := beside + rows + 16
+			y := g.Alloc(d*stride, gpu.Float8E4M3, 0)
+			g.Must(g.Launch(g.Stream, quantize.Float8Columns{NF4: a, Y: y.Ptr.Offset(beside), Factors: to.Ptr, Rows: rows,
+				D: d, Stride: stride}))
+			got, untouched := raw(g, y), make([]byte, 16)
+			copy(untouched, got[beside+rows:])
+			for c := range d {
+				row := got[c*stride:][:stride]
+				for r := range rows {
+					if row[beside+r] != want[r*d+c] {
+						g.Fatalf("%v, %v, transposed: row %d, column %d has the code %#x, want %#x", format, shape, r, c,
+							row[beside+r], want[r*d+c])
+					}
+				}
+				require.Equal(t, untouched, row[beside+rows:], "%v, %v: written beside the result", format, shape)
+			}
+		}
+	}
 }
