@@ -334,6 +334,9 @@ func (c TrainConfig) Graph(m *Model) (*Graph, error) {
 	if c.Recompute {
 		opts = append(opts, WithRecompute())
 	}
+	if c.RecomputeMLPs > 0 {
+		opts = append(opts, WithRecomputedMLPs(c.RecomputeMLPs))
+	}
 	if c.Frozen {
 		opts = append(opts, WithFrozen())
 	}

@@ -195,9 +195,11 @@ func (m *Model) BaseType() cpuops.WeightType {
 	return cpuops.Float32
 }
 
-// Rebase returns a model like base with the parameters that m has learned. The result shares the memory
-// of m's adapters, and copies all other parameters that are not in m's Base. m may differ from base only
-// by adapters and the values of some parameters.
+// Rebase returns base with the parameters that m has learned. m may differ from base only by adapters and
+// the values of some parameters.
+//
+// Rebase overwrites base's values of all parameters that are not in m's Base. The result shares the memory of
+// base and of m's adapters; without adapters, it is base itself.
 //
 // Adapters trained on a quantized Base are best merged into the original weights, before quantization.
 func (m *Model) Rebase(base *Model) (*Model, error) {

@@ -105,6 +105,10 @@ type GraphOption func(*graphBuilder)
 // computation.
 func WithRecompute() GraphOption { return func(b *graphBuilder) { b.recompute = true } }
 
+// WithRecomputedMLPs is like [WithRecompute] for the MLPs of the first n blocks, and nothing else. An MLP usually
+// holds more than half of a block's activations, so n controls how much memory is saved in exchange for time.
+func WithRecomputedMLPs(n int) GraphOption { return func(b *graphBuilder) { b.recomputedMLPs = n } }
+
 // WithFrozen restricts the gradients of a ForTraining graph to the parameters of blueprints planted at
 // weights and in the stream, as [TrainConfig.Frozen] does.
 func WithFrozen() GraphOption { return func(b *graphBuilder) { b.frozen = true } }
@@ -266,6 +270,8 @@ type graphBuilder struct {
 	g         *gorgonia.ExprGraph
 	kind      GraphKind
 	recompute bool
+	// recomputedMLPs is the number of blocks, from the first, whose MLPs are recomputed.
+	recomputedMLPs int
 	// everywhere requests the logits of all positions.
 	everywhere bool
 	selected   int // number of rows that get logits; 0 for one per sequence
@@ -648,6 +654,10 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 		return b.blocks.Build(in, b.Config.Attention(i), tuning)
 	}
 	var err error
+	b.blocks.Recompute = nil
+	if i < b.recomputedMLPs && !b.recompute && b.kind == ForTraining {
+		b.blocks.Recompute = autodiff.Recompute
+	}
 	if b.recompute && b.kind == ForTraining {
 		x, err = autodiff.Recompute(inputs, build)
 	} else {

@@ -41,6 +41,9 @@ type TrainConfig struct {
 	Clip      float64
 	Epoch     int  // steps in an epoch of the Kasmina lattices; 0 means 10
 	Recompute bool // save memory by recomputing each block for its gradient
+	// number of blocks, from the first, in which only the MLP is recomputed; this saves less memory and time
+	// than Recompute, which overrides it
+	RecomputeMLPs int
 
 	// Frozen restricts training to the blueprints planted at Config.Weights and in Config.Streams.
 	// The model's own parameters remain unchanged, bit for bit, until a blueprint is merged into
@@ -116,6 +119,8 @@ func (c *TrainConfig) check() error {
 		return errors.New("llm: TrainConfig.Schedule is nil, want one such as optim.WarmupCosine")
 	case !(c.Clip >= 0) || math.IsInf(c.Clip, 0):
 		return fmt.Errorf("llm: TrainConfig.Clip is %v, want a finite number of at least 0", c.Clip)
+	case c.RecomputeMLPs < 0:
+		return fmt.Errorf("llm: TrainConfig.RecomputeMLPs is %d, want at least 0", c.RecomputeMLPs)
 	case c.Epoch < 1:
 		return fmt.Errorf("llm: TrainConfig.Epoch is %d, want at least 1", c.Epoch)
 	}

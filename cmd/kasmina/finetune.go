@@ -148,6 +148,8 @@ keep_rise and rollbacks.`,
 		"(default: that of a held-out example)")
 	f.BoolVar(&o.train.Recompute, "recompute", false,
 		"save memory by recomputing the blocks in the backward pass")
+	f.IntVar(&o.train.RecomputeMLPs, "recompute-mlps", 0, "save some memory by recomputing only the MLPs, in this "+
+		"many blocks")
 	f.IntVar(&o.saveEvery, "save-every", 100, "steps between checkpoints; 0 saves only after the last step")
 	f.IntVar(&o.evalEvery, "eval-every", 50, "steps between evaluations; 0 evaluates only after the last step")
 	f.Uint64VarP(&o.seed, "seed", "s", 1, "random seed for the data order and the adapters")

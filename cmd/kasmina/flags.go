@@ -41,7 +41,7 @@ var flagRules = map[string]map[string]rule{
 		"data":    always, "out": always, "batch": always, "accumulate": always,
 		"seq": always, "lr": always, "grow": always,
 		"adapters": onlyWith("model", "", "the --model that they adapt"), "time": always,
-		"recompute": always, "save-every": always, "eval-every": always, "seed": always,
+		"recompute": always, "recompute-mlps": partly, "save-every": always, "eval-every": always, "seed": always,
 		"resume": always, "board": always, "tensorboard": always, "quiet": always, "device": always,
 		"precision": always,
 		"optimizer": always, "schedule": always, "warmup": always, "clip": always,
@@ -61,7 +61,7 @@ var flagRules = map[string]map[string]rule{
 		"batch": always, "accumulate": always, "seq": always, "lr": always, "held-out": always, "prompt": always,
 		"beta": later, "preference-loss": later, "label-smoothing": later,
 		"keep": later, "forget": onlyWith("keep", "", "the text to --keep"), "grow-rank": growsRanks,
-		"recompute": always, "save-every": always, "eval-every": always, "seed": always, "resume": always,
+		"recompute": always, "recompute-mlps": partly, "save-every": always, "eval-every": always, "seed": always, "resume": always,
 		"board": always, "quiet": always, "gpus": later, "device": always, "precision": always},
 	"serve": {"model": always, "lookup": always, "adapter": always, "addr": always, "api-key": always, "context": always, "slots": always,
 		"queue": always, "timeout": always, "max-body": always, "cors": always, "device": always,
@@ -87,6 +87,11 @@ func growsRanks(f *pflag.FlagSet) string {
 		return "has no effect without --method lora or rslora: want one of these too"
 	}
 	return ""
+}
+
+// partly is the rule of --recompute-mlps.
+func partly(f *pflag.FlagSet) string {
+	return notWith("recompute", "false", "which recomputes whole blocks")(f)
 }
 
 // ofAdapters is the rule of flags that describe adapters.

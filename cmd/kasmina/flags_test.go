@@ -382,18 +382,20 @@ var effects = map[string]effect{
 
 // unseen lists the flags without a visible effect in a single process on a CPU, with the reason.
 var unseen = map[string]string{
-	"finetune --recompute":   "it changes the memory that a run takes, and no bits",
-	"finetune --gpus":        "TestFinetuneRanks starts several processes",
-	"chat --system":          "TestChat looks for it in the prompt",
-	"chat --seed":            "TestChat compares two seeds",
-	"train --monitor":        "TestTrainFromScratch looks for the table, which has times",
-	"train --grad-precision": "it is for GPUs",
-	"train --tune":           "it is for GPUs",
-	"train --profile":        "it is for GPUs",
-	"train --recompute":      "it changes the memory that a run takes, and no bits",
-	"train --gpus":           "TestTrainGPUs starts several processes",
-	"train --deadline":       "it is for processes that hang",
-	"train --save-parts":     "TestTrainGPUs looks for the parts",
+	"finetune --recompute":      "it changes the memory that a run takes, and no bits",
+	"finetune --recompute-mlps": "it changes the memory that a run takes, and no bits",
+	"finetune --gpus":           "TestFinetuneRanks starts several processes",
+	"chat --system":             "TestChat looks for it in the prompt",
+	"chat --seed":               "TestChat compares two seeds",
+	"train --monitor":           "TestTrainFromScratch looks for the table, which has times",
+	"train --grad-precision":    "it is for GPUs",
+	"train --tune":              "it is for GPUs",
+	"train --profile":           "it is for GPUs",
+	"train --recompute":         "it changes the memory that a run takes, and no bits",
+	"train --recompute-mlps":    "it changes the memory that a run takes, and no bits",
+	"train --gpus":              "TestTrainGPUs starts several processes",
+	"train --deadline":          "it is for processes that hang",
+	"train --save-parts":        "TestTrainGPUs looks for the parts",
 }
 
 // TestEveryFlagHasAnEffect runs the commands with and without each of their flags. The output or the

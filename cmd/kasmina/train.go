@@ -115,6 +115,8 @@ and LoRA adapters are trained and merged into the weights at the end.`,
 	f.DurationVar(&o.train.Budget.Time, "time", 0, "train for this long instead of --steps, such as 90s or 2h")
 	f.BoolVar(&o.train.Recompute, "recompute", false,
 		"save memory by recomputing the blocks in the backward pass")
+	f.IntVar(&o.train.RecomputeMLPs, "recompute-mlps", 0, "save some memory by recomputing only the MLPs, in this "+
+		"many blocks")
 	f.IntVar(&o.saveEvery, "save-every", 100, "steps between checkpoints; 0 saves only after the last step")
 	f.IntVar(&o.evalEvery, "eval-every", 50, "steps between evaluations; 0 evaluates only after the last step")
 	f.BoolVar(&o.keepBest, "keep-best", false, "save the model with the lowest held-out loss "+

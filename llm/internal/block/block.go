@@ -155,6 +155,10 @@ type Builder struct {
 	Pages *kvcache.Pages
 	Table *gorgonia.Node
 
+	// Recompute, if not nil, adds the second half of a block so that the backward pass computes it again, as
+	// autodiff.Recompute does.
+	Recompute func(in gorgonia.Nodes, build func(gorgonia.Nodes) (*gorgonia.Node, error)) (*gorgonia.Node, error)
+
 	attentions int // attention layers built so far with Spans
 
 	// for each block built so far: keys and values, or with a Position the cached attentions
@@ -188,8 +192,50 @@ func (b *Builder) Build(in gorgonia.Nodes, a Attention, t Tuning) (*gorgonia.Nod
 	}
 
 	x := p.add(in[0], p.attends(in[0]))
-	x = p.add(x, p.perceives(x))
+	if b.Recompute != nil {
+		x = p.recomputed(x)
+	} else {
+		x = p.add(x, p.perceives(x))
+	}
 	return x, p.err
+}
+
+// recomputed returns x + mlp(norm(x)), added with Recompute.
+func (p *parts) recomputed(x *gorgonia.Node) *gorgonia.Node {
+	var names []string
+	for _, q := range p.Half(false) {
+		names = append(names, q.Name)
+	}
+
+	drops := false
+	for _, a := range p.Adapters {
+		if strings.HasPrefix(a.Layer, "mlp.") {
+			names, drops = append(names, a.Params()...), drops || a.Dropout > 0
+		}
+	}
+
+	in := gorgonia.Nodes{x}
+	for _, name := range names {
+		in = append(in, p.params[name])
+	}
+	if drops {
+		in = append(in, p.key)
+	}
+
+	return p.do(func() (*gorgonia.Node, error) {
+		return p.Recompute(in, func(in gorgonia.Nodes) (*gorgonia.Node, error) {
+			inner := &parts{Builder: p.Builder, Attention: p.Attention, Tuning: p.Tuning,
+				params: map[string]*gorgonia.Node{}}
+			for i, name := range names {
+				inner.params[name] = in[1+i]
+			}
+			if drops {
+				inner.key = in[len(in)-1]
+			}
+			y := inner.add(in[0], inner.perceives(in[0]))
+			return y, inner.err
+		})
+	})
 }
 
 // BuildHalf returns the output of one half of a block: attention(norm(x)) or mlp(norm(x)), normalized
