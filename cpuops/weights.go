@@ -82,8 +82,11 @@ type Weights struct {
 
 // Bytes returns the memory that the matrices take.
 func (w *Weights) Bytes() (n int) {
+	counted := map[*gemm.Compact]bool{}
 	for _, m := range w.matrices {
-		n += m.Bytes()
+		if !counted[m] {
+			n, counted[m] = n+m.Bytes(), true
+		}
 	}
 	return n
 }
@@ -151,6 +154,17 @@ func (w *Weights) Add(t WeightType, name string, rows, width int,
 
 	if w.matrices == nil {
 		w.matrices = map[string]*gemm.Compact{}
+	}
+	w.matrices[name] = m
+	return nil
+}
+
+// Alias adds the matrix with the name of under another name, too, without a copy.
+func (w *Weights) Alias(name, of string) error {
+	m := w.Compact(of)
+	if m == nil || w.Has(name) {
+		return fmt.Errorf("cpuops.Weights.Alias: there is no matrix %.100q, or there is one with the name %.100q already",
+			of, name)
 	}
 	w.matrices[name] = m
 	return nil

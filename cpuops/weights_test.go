@@ -151,6 +151,11 @@ func TestWeightsErrors(t *testing.T) {
 	require.NoError(t, w.Add(cpuops.Q8, "w", 2, 2, all(1, 2, 3, 4)))
 	require.Equal(t, 32*34, w.Bytes())
 
+	require.ErrorContains(t, w.Alias("v", "u"), `no matrix "u"`)
+	require.NoError(t, w.Alias("v", "w"))
+	require.ErrorContains(t, w.Alias("v", "w"), `the name "v" already`)
+	require.Same(t, w.Compact("w"), w.Compact("v"))
+
 	must := check[*gorgonia.Node](t)
 	g := gorgonia.NewGraph()
 	n := gorgonia.NewTensor(g, tensor.Float32, 2, gorgonia.WithShape(2, 2), gorgonia.WithName("w"))

@@ -179,6 +179,7 @@ func (o *finetuneOptions) checkValues() error {
 	}{{"steps", o.train.Steps, 0, math.MaxInt}, {"epochs", o.epochs, 0, mostSequences},
 		{"batch", o.train.Batch, 1, mostSequences}, {"accumulate", o.train.Accumulate, 1, mostSequences},
 		{"seq", o.seq, 0, math.MaxInt32}, {"rank", o.rank, 1, 1 << 16}, {"blocks", o.blocks, 0, 1 << 16},
+		{"recompute-mlps", o.train.RecomputeMLPs, 0, 1 << 16},
 		{"save-every", o.saveEvery, 0, math.MaxInt}, {"eval-every", o.evalEvery, 0, math.MaxInt},
 		{"gpus", o.gpus, 0, mostSequences}} {
 		if count.value < count.least || count.value > count.most {

@@ -175,6 +175,10 @@ func (o *trainOptions) check() error {
 		}
 	}
 
+	if n := o.train.RecomputeMLPs; n < 0 || n > 1<<16 {
+		return fmt.Errorf("--recompute-mlps is %d, want 0 to %d", n, 1<<16)
+	}
+
 	if o.grow < 0 || o.grow == 1 || o.grow > mostGrowth {
 		return fmt.Errorf("--grow is %d, want 0, or 2 for twice as many blocks, up to %d", o.grow, mostGrowth)
 	}

@@ -169,7 +169,8 @@ func (s size) beginTuning(device *cudaops.Device, o options) (*training, error) 
 		loss: g.Loss, next: s.batches(g)}, nil
 }
 
-// packed returns random weights of the linear layers in float8 or NF4, or nil if they are in bfloat16.
+// packed returns random weights of the linear layers in float8 or NF4, or nil if they are in bfloat16. All blocks
+// have the same weights, so that the host rounds only one block.
 func (o options) packed(frozen gorgonia.Nodes) (*cpuops.Weights, error) {
 	if o.base == cpuops.BFloat16 {
 		return nil, nil
@@ -181,11 +182,20 @@ func (o options) packed(frozen gorgonia.Nodes) (*cpuops.Weights, error) {
 		drawn[i] = float32(0.02 * r.NormFloat64())
 	}
 
-	base := new(cpuops.Weights)
+	base, first := new(cpuops.Weights), map[string]string{} // names by the part after the number of the block
 	for _, n := range frozen {
 		if !strings.Contains(n.Name(), "_proj.weight") {
 			continue
 		}
+
+		parts := strings.SplitN(n.Name(), ".", 4) // model.layers.0.mlp.up_proj.weight
+		if of := first[parts[3]]; of != "" {
+			if err := base.Alias(n.Name(), of); err != nil {
+				return nil, err
+			}
+			continue
+		}
+		first[parts[3]] = n.Name()
 		err := base.Add(o.base, n.Name(), n.Shape()[0], n.Shape()[1], func(put func([]float32) error) error {
 			for left := n.Shape().TotalSize(); left > 0; {
 				part := drawn[:min(left, numbers)]
