@@ -345,7 +345,7 @@ func (k *fakeKernels) Cast(l *fake.Launch, a elementwise.Cast) {
 
 func (k *fakeKernels) Axpby(l *fake.Launch, a elementwise.Axpby) {
 	out := floatsAt(l, a.Y, a.N)
-	for i, v := range floatsAt(l, a.X, a.N) {
+	for i, v := range gradientAt(l, optimizer.Tensor{Grad: a.X, GradType: a.XType}, a.N) {
 		if a.Beta == 0 { // out may hold anything
 			out[i] = float32(a.Alpha) * v
 			continue

@@ -3,6 +3,7 @@ package cudaops
 import (
 	"bytes"
 	"cmp"
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -714,6 +715,11 @@ func (f fakeMemory) Enqueue(s comm.Stream, work func() error) error {
 	return errors.Join(f.device().SyncStream(gpu.Stream(s)), work())
 }
 
+// FakeGroup returns the group of a rank with a fake device.
+func FakeGroup(ctx context.Context, w *comm.World, device *Device) (comm.Group, error) {
+	return loopback.New(ctx, w, fakeMemory{device.ctx})
+}
+
 // eachRank runs f concurrently on the given number of ranks, each with a fake device and a group of its
 // own.
 func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group)) {
@@ -756,7 +762,7 @@ func eachRank(t *testing.T, size int, f func(rank int, d *Device, g comm.Group))
 	wg.Wait()
 }
 
-// notCaptured disables capture, which loopback groups do not support, and splits gradients into several
+// notCaptured disables capture, also for groups that wrap a loopback group, and splits gradients into several
 // buckets.
 func notCaptured(c *machineConfig) error {
 	c.ranks.Uncaptured, c.ranks.Bucket = true, 1

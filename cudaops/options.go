@@ -130,7 +130,8 @@ func WithRanks(group comm.Group, rounds int) MachineOption {
 			return fmt.Errorf("WithRanks: got %d rounds, want at least 1, or 0 for any number",
 				rounds)
 		}
-		c.ranks = &update.Ranks{Group: group, Rounds: rounds}
+		_, uncaptured := group.(interface{ Uncaptured() })
+		c.ranks = &update.Ranks{Group: group, Rounds: rounds, Uncaptured: uncaptured}
 		return nil
 	}
 }

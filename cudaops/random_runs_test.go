@@ -1,14 +1,18 @@
 package cudaops_test
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"testing"
 	"time"
 
+	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/internal/runtest"
 	engine "github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/parallel"
 )
 
 var randomRuns = runtest.AddFlags()
@@ -38,8 +42,12 @@ func fakeMachine(t *testing.T, opts ...cudaops.MachineOption) runtest.Device {
 	faults := []string{"cuMemAlloc", "cuMemAlloc", "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync",
 		"cuStreamSynchronize", "cuLaunchKernel"}
 	return runtest.Device{
-		Name:   t.Name(),
-		Limits: runtest.Limits{Listening: true, Faults: faults},
+		Name:        t.Name(),
+		Limits:      runtest.Limits{Listening: true, Ranks: 3, Faults: faults},
+		RanksDiffer: true,
+		Ranks: func(n int, f func(rank int, build runtest.Build) error) []error {
+			return fakeRanks(t, n, opts, f)
+		},
 		Open: func() (*runtest.Session, error) {
 			s := &scope{TB: t}
 			device, driver := cudaops.OpenFakeDriver(s)
@@ -63,16 +71,49 @@ func fakeMachine(t *testing.T, opts ...cudaops.MachineOption) runtest.Device {
 	}
 }
 
+// fakeRanks calls f for every rank of a team. Each rank is a goroutine with its own fake device.
+func fakeRanks(t *testing.T, n int, opts []cudaops.MachineOption, f func(rank int, build runtest.Build) error) []error {
+	return runtest.Ranks(t.Context(), n, func(ctx context.Context, w *comm.World) error {
+		s := &scope{TB: t}
+		device := cudaops.OpenFake(s)
+		group, err := cudaops.FakeGroup(ctx, w, device)
+		if err != nil {
+			return errors.Join(w.Blame(err), w.Close())
+		}
+
+		team := parallel.On(w, group)
+		err = f(w.Rank(), engine.Parallel(device, cudaops.Float32, team, opts...))
+		err = errors.Join(err, team.Close(err))
+		if err == nil {
+			cudaops.RequireNoLeaks(s, device)
+		}
+		s.close()
+		return err
+	})
+}
+
 // TestRandomRuns performs the random runs of package runtest on the fake driver.
 func TestRandomRuns(t *testing.T) {
 	plan := runtest.Plan{Usual: 2 * time.Second, Fixed: 4}
+	eachGradientType(t, func(t *testing.T, m runtest.Device) { runtest.Campaign(t, m, *randomRuns, plan) })
+}
 
+// TestRandomRanks performs random runs on several ranks, each with a fake device. Each run must equal the same
+// run on one rank, and so must a run that another number of ranks resumes.
+func TestRandomRanks(t *testing.T) {
+	eachGradientType(t, func(t *testing.T, m runtest.Device) {
+		plan := runtest.Plan{Usual: 2 * time.Second, Fixed: 3,
+			Change: func(c *runtest.Case) bool { return runtest.OnlyRanks(c, m) }}
+		runtest.Campaign(t, m, *randomRuns, plan)
+	})
+}
+
+// eachGradientType calls test for machines with each type of gradients.
+func eachGradientType(t *testing.T, test func(t *testing.T, m runtest.Device)) {
 	for name, opts := range map[string][]cudaops.MachineOption{
 		"float32":            nil,
 		"bfloat16 gradients": {cudaops.NarrowGradients()},
 	} {
-		t.Run(name, func(t *testing.T) {
-			runtest.Campaign(t, fakeMachine(t, opts...), *randomRuns, plan)
-		})
+		t.Run(name, func(t *testing.T) { test(t, fakeMachine(t, opts...)) })
 	}
 }

@@ -45,6 +45,9 @@ func (g *Group) Rank() int { return g.world.Rank() }
 // Size returns the number of ranks.
 func (g *Group) Size() int { return g.world.Size() }
 
+// Uncaptured marks the group's work as impossible to capture in a CUDA graph.
+func (g *Group) Uncaptured() {}
+
 // operation is a collective at one rank. It sends its data immediately, waits for the data of other
 // ranks, and then calls finish.
 type operation struct {

@@ -476,6 +476,16 @@ func (g *generator) fault() *Fault {
 	return f
 }
 
+// OnlyRanks changes a generated case to a run on several ranks, and omits the properties that need only one. It
+// returns false if ranks cannot make the run.
+func OnlyRanks(c *Case, m Device) bool {
+	c.Ranks = 2 + int(c.Seed%uint64(m.Limits.Ranks-1))
+	c.Train.Accumulate = max(c.Ranks, c.Train.Accumulate)
+	c.Kasmina.Stability, c.Kasmina.AdaptiveClip = op.Adaptive, 0
+	c.Resumes, c.Replay, c.Callbacks, c.Fault = nil, false, nil, nil
+	return !c.Train.Frozen || c.Growth == nil
+}
+
 // OnlyFault changes a generated case so that an operation fails and no optional properties are
 // checked. It returns false if no operation can fail.
 func OnlyFault(c *Case, m Device) bool {

@@ -32,6 +32,19 @@ var teams atomic.Int64
 
 // cpuRanks calls f for every rank of a team within this process.
 func cpuRanks(ranks int, f func(rank int, build Build) error) []error {
+	return Ranks(context.Background(), ranks, func(ctx context.Context, w *comm.World) error {
+		team, err := parallel.Join(ctx, w)
+		if err != nil {
+			return err
+		}
+		err = f(w.Rank(), team.Engine)
+		return errors.Join(err, team.Close(err))
+	})
+}
+
+// Ranks connects ranks within this process, each of which is a goroutine that calls join with its world. It
+// returns the errors by rank.
+func Ranks(ctx context.Context, ranks int, join func(context.Context, *comm.World) error) []error {
 	errs := make([]error, ranks)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err == nil {
@@ -44,24 +57,16 @@ func cpuRanks(ranks int, f func(rank int, build Build) error) []error {
 
 	port := l.Addr().(*net.TCPAddr).Port
 	name := fmt.Sprintf("runtest %d %d", os.Getpid(), teams.Add(1))
-	ctx := context.Background()
 	var wg sync.WaitGroup
 	for r := range ranks {
 		wg.Go(func() {
 			w, err := comm.Join(ctx, comm.Place{Rank: r, Size: ranks, LocalRank: r, LocalSize: ranks,
 				MasterAddr: "127.0.0.1", MasterPort: port, Run: name, Secret: secret},
 				comm.Options{Timeout: patience})
-			if err != nil {
-				errs[r] = err
-				return
+			if err == nil {
+				err = join(ctx, w)
 			}
-			team, err := parallel.Join(ctx, w)
-			if err != nil {
-				errs[r] = err
-				return
-			}
-			err = f(r, team.Engine)
-			errs[r] = errors.Join(err, team.Close(err))
+			errs[r] = err
 		})
 	}
 
