@@ -66,21 +66,23 @@ type Batcher struct {
 
 	mu      sync.Mutex
 	waiting []*batchJob
+	embeds  []*embedJob
 	arrived chan struct{} // receives a value when a job is added to the waiting ones
 
 	// The following fields belong to the goroutine that runs the passes.
-	graphs   map[passShape]Runner
-	spans    kvcache.Spans
-	adapters selectable // of the model in its last state
-	selected lowrank.Selection
-	rowSet   []int        // adapters of the rows of a pass on a device
-	kept     []*batchText // most recently used first
-	seen     uint64       // changes of the model at the last pass
-	shape    uint64       // and the state of its blocks
-	attached []attachedSeed
-	last     time.Duration // time of the last pass
-	passes   int
-	landed   time.Time // when the last flight ended
+	graphs    map[passShape]Runner
+	embedders map[scoreShape]Runner
+	spans     kvcache.Spans
+	adapters  selectable // of the model in its last state
+	selected  lowrank.Selection
+	rowSet    []int        // adapters of the rows of a pass on a device
+	kept      []*batchText // most recently used first
+	seen      uint64       // changes of the model at the last pass
+	shape     uint64       // and the state of its blocks
+	attached  []attachedSeed
+	last      time.Duration // time of the last pass
+	passes    int
+	landed    time.Time // when the last flight ended
 }
 
 // passShape is the shape of a graph for a pass: the number of tokens, of tokens that get logits, and of
@@ -226,6 +228,7 @@ func (b *Batcher) parts() ModelParts {
 func (b *Batcher) Generator() *Generator {
 	g := GeneratorOf(b.config, b.Decoder)
 	g.drawer = b.Drawer
+	g.embed = b.embedderOf(noAdapter)
 	return g
 }
 
@@ -243,7 +246,15 @@ func (b *Batcher) Adapted(adapter int) (*Generator, error) {
 		return b.decoder(adapter)
 	})
 	g.drawer = func() (DrawFunc, error) { return b.drawerOf(adapter) }
+	g.embed = b.embedderOf(adapter)
 	return g, nil
+}
+
+// embedderOf returns Embed for the generator of the model with an adapter.
+func (b *Batcher) embedderOf(adapter int) func(context.Context, [][]int, Pooling) ([][]float64, error) {
+	return func(ctx context.Context, texts [][]int, p Pooling) ([][]float64, error) {
+		return b.embed(ctx, texts, adapter, p)
+	}
 }
 
 // Decoder returns a function that computes the logits for the token that follows a text. See
@@ -332,7 +343,7 @@ func (b *Batcher) closeGraphs() (err error) {
 		err = errors.Join(err, r.close())
 		delete(b.graphs, key)
 	}
-	return err
+	return errors.Join(err, b.closeEmbedders())
 }
 
 // run makes passes until the batcher is closed.
@@ -343,6 +354,12 @@ func (b *Batcher) run() {
 		jobs, ok := b.next(expected)
 		if !ok {
 			return
+		}
+
+		b.embedSome()
+		if len(jobs) == 0 {
+			expected = 0
+			continue
 		}
 
 		if claimed := b.claimAll(jobs); len(claimed) > 0 {
@@ -393,7 +410,11 @@ func (b *Batcher) next(expected int) (jobs []*batchJob, ok bool) {
 		b.mu.Lock()
 		b.waiting = slices.DeleteFunc(b.waiting, func(j *batchJob) bool { return j.ctx.Err() != nil })
 		jobs = slices.Clone(b.waiting)
+		embeds := len(b.embeds) > 0
 		b.mu.Unlock()
+		if embeds {
+			return jobs, b.stopped.Err() == nil
+		}
 
 		var late <-chan time.Time
 		if len(jobs) > 0 {
@@ -788,22 +809,27 @@ func (b *Batcher) letRows(g *Graph, ids, wanted []int) error {
 		}
 	}
 
-	if g.Adapters != nil {
-		none := b.inference.Adapters.Len()
-		all := slices.Repeat([]int{none}, rows)
-		for i, k := range b.rowSet {
-			if k != noAdapter {
-				all[i] = k
-			}
-		}
-		if err := gorgonia.Let(g.Adapters, idTensor(all)); err != nil {
-			return err
-		}
+	if err := b.letAdapters(g); err != nil {
+		return err
 	}
 
 	selected := make([]int, g.Rows.Shape()[0])
 	copy(selected, wanted)
 	return gorgonia.Let(g.Rows, idTensor(selected))
+}
+
+// letAdapters feeds the adapters of the rows to a graph on a device.
+func (b *Batcher) letAdapters(g *Graph) error {
+	if g.Adapters == nil {
+		return nil
+	}
+	all := slices.Repeat([]int{b.inference.Adapters.Len()}, g.Adapters.Shape()[0])
+	for i, k := range b.rowSet {
+		if k != noAdapter {
+			all[i] = k
+		}
+	}
+	return gorgonia.Let(g.Adapters, idTensor(all))
 }
 
 // rowOf returns a row of a matrix of logits. Later passes do not overwrite it.

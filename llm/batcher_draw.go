@@ -257,7 +257,7 @@ func (b *Batcher) claimAll(jobs []*batchJob) (claimed []*batchJob) {
 // graph. from lists the rows of f that supply the input tokens.
 func (b *Batcher) follow(f *flight) (next *flight, from []int, err error) {
 	b.mu.Lock()
-	others := slices.ContainsFunc(b.waiting, func(j *batchJob) bool {
+	others := len(b.embeds) > 0 || slices.ContainsFunc(b.waiting, func(j *batchJob) bool {
 		return j.ctx.Err() == nil && !slices.Contains(f.finishing, j)
 	})
 	b.mu.Unlock()

@@ -24,6 +24,7 @@ type Generator struct {
 	decoder func() (logitsFunc, error)
 	drawer  func() (DrawFunc, error) // nil if the host draws all tokens
 	close   func() error
+	embed   func(ctx context.Context, texts [][]int, p Pooling) ([][]float64, error) // nil if it cannot
 }
 
 // NewGenerator returns a generator that uses the model's current parameters at each call.

@@ -59,6 +59,8 @@ type Graph struct {
 	// Adapters selects an adapter of a set for each row, by its index; the number of adapters stands for none. It is an
 	// int [len(IDs)], and nil without [WithAdapterSet].
 	Adapters *gorgonia.Node
+	// States holds the normalized states of the rows in a graph without an output layer; Logits is then nil.
+	States *gorgonia.Node
 	// Draws reports whether the machine should draw tokens from Logits and feed them to IDs.
 	Draws  bool
 	Params gorgonia.Nodes // one for each of the model's Params, followed by those of a set of adapters
@@ -287,6 +289,7 @@ type graphBuilder struct {
 	spanRows   int           // rows of a graph with blocks.Spans
 	adapters   selectable    // among which selection chooses for each row
 	selection  *lowrank.Selection
+	states     bool // whether to output states instead of logits
 	set        *AdapterSet
 	stacked    map[string]block.Stacked // of the set, by layer
 	keeps      bool                     // whether to output keys and values for a cached graph
@@ -374,6 +377,11 @@ func (b *graphBuilder) build(batch int) (*Graph, error) {
 	if x, err = b.blocks.Norm(x, b.nodes[normName],
 		b.nodes[NormBiasName]); err != nil {
 		return nil, err
+	}
+
+	if b.states {
+		out.States = x
+		return out, nil
 	}
 
 	head := b.nodes[headName]

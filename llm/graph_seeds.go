@@ -81,6 +81,9 @@ func (g *Graph) Outputs() gorgonia.Nodes {
 	case g == nil:
 		return nil
 	case g.Kind == ForLogits:
+		if g.States != nil {
+			return gorgonia.Nodes{g.States}
+		}
 		all := gorgonia.Nodes{g.Logits}
 		if g.keeps {
 			all = slices.Concat(all, g.blocks.Keys, g.blocks.Values)

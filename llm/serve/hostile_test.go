@@ -353,11 +353,12 @@ func FuzzRequests(f *testing.F) {
 		f.Add(1, body)
 		f.Add(2, body)
 	}
-	s, err := New(Options{}, newModel(f, &fake{answer: bytewise("é<tool_call>{}</tool_call>")}, toolTemplate))
+	f.Add(4, `{"input":["a",[1,2]],"encoding_format":"base64"}`)
+	s, err := New(Options{}, newModel(f, embeddingFake{&fake{answer: bytewise("é<tool_call>{}</tool_call>")}}, toolTemplate))
 	require.NoError(f, err)
 	f.Fuzz(func(t *testing.T, path int, body string) {
-		paths := []string{chatPath, textPath, messagesPath, messagesPath + "/count_tokens"}
-		r, err := http.NewRequest("POST", paths[uint(path)%4], strings.NewReader(body))
+		paths := []string{chatPath, textPath, messagesPath, messagesPath + "/count_tokens", embeddingsPath}
+		r, err := http.NewRequest("POST", paths[uint(path)%5], strings.NewReader(body))
 		require.NoError(t, err)
 		w := &memory{header: http.Header{}}
 		s.ServeHTTP(w, r)

@@ -106,18 +106,25 @@ func (m *Model) check() error {
 
 // checkPrompt returns an error for a prompt that the model cannot continue.
 func (m *Model) checkPrompt(ids []int, param string) error {
-	switch {
-	case len(ids) == 0:
-		return invalid(param, "the prompt is empty, and the tokenizer has no token that begins a text")
-	case len(ids) >= m.Context:
+	if err := m.checkTokens(ids, param); err != nil {
+		return err
+	}
+	if len(ids) >= m.Context {
 		return &apiError{status: 400, param: param, code: "context_length_exceeded",
 			message: fmt.Sprintf("the prompt has %d tokens, and the model's context has %d for the prompt "+
 				"and the answer together: shorten the prompt", len(ids), m.Context)}
 	}
+	return nil
+}
 
+// checkTokens returns an error for a text without tokens, or with tokens that the model does not have.
+func (m *Model) checkTokens(ids []int, param string) error {
+	if len(ids) == 0 {
+		return invalid(param, "the text is empty, and the tokenizer has no token that begins a text")
+	}
 	for _, id := range ids {
 		if id < 0 || id >= m.Vocab {
-			return invalid(param, "the prompt has the token %d, and the model has %d tokens", id, m.Vocab)
+			return invalid(param, "the text has the token %d, and the model has %d tokens", id, m.Vocab)
 		}
 	}
 	return nil

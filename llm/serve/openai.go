@@ -411,7 +411,7 @@ func (s *Server) parseText(p *params) (*job, format, error) {
 	if err := s.constrain(j, w); err != nil {
 		return nil, nil, err
 	}
-	prompts, err := j.model.prompts(p.all["prompt"])
+	prompts, err := j.model.inputs(p.all["prompt"], "prompt", maxChoices, j.model.encode)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -439,17 +439,17 @@ func (s *Server) parseText(p *params) (*job, format, error) {
 	return j, f, p.err
 }
 
-// prompts returns the tokens of the prompts: a text, an array of tokens and texts, or an array of several of
-// these. An array with only texts is several prompts.
-func (m *Model) prompts(raw json.RawMessage) ([][]int, error) {
+// inputs returns the tokens of a parameter with texts: a text, an array of tokens and texts, or an array of up to most
+// of these. An array with only texts is several texts. encode encodes a whole text.
+func (m *Model) inputs(raw json.RawMessage, name string, most int, encode func(string) []int) ([][]int, error) {
 	if isNull(raw) {
-		return nil, invalid("prompt", "it is missing")
+		return nil, invalid(name, "it is missing")
 	}
 
 	one := func(raw json.RawMessage) []int {
 		var text string
 		if json.Unmarshal(raw, &text) == nil && !isNull(raw) {
-			return m.encode(text)
+			return append([]int{}, encode(text)...) // not nil if the text is empty
 		}
 		return m.mixed(raw)
 	}
@@ -458,16 +458,15 @@ func (m *Model) prompts(raw json.RawMessage) ([][]int, error) {
 	}
 
 	var several []json.RawMessage
-	if json.Unmarshal(raw, &several) != nil || len(several) == 0 || len(several) > maxChoices {
-		return nil, invalid("prompt", "want a string, an array of tokens, or an array of 1 to %d of these",
-			maxChoices)
+	if json.Unmarshal(raw, &several) != nil || len(several) == 0 || len(several) > most {
+		return nil, invalid(name, "want a string, an array of tokens, or an array of 1 to %d of these", most)
 	}
 
 	var prompts [][]int
 	for i, raw := range several {
 		ids := one(raw)
 		if ids == nil {
-			return nil, invalid("prompt", "element %d is %.40s, want a string or an array of tokens", i, raw)
+			return nil, invalid(name, "element %d is %.40s, want a string or an array of tokens", i, raw)
 		}
 		prompts = append(prompts, ids)
 	}

@@ -2,6 +2,7 @@
 //
 //	POST /v1/chat/completions       answers a conversation
 //	POST /v1/completions            continues a text
+//	POST /v1/embeddings             returns a vector for each text
 //	POST /v1/messages               answers a conversation (Anthropic)
 //	POST /v1/messages/count_tokens  counts the tokens of a conversation (Anthropic)
 //	GET  /v1/models                 lists the models
@@ -151,6 +152,7 @@ func (s *Server) routes() http.Handler {
 	for path, h := range map[string]http.HandlerFunc{
 		"/v1/chat/completions":      s.answering(s.parseChat),
 		"/v1/completions":           s.answering(s.parseText),
+		"/v1/embeddings":            s.serveEmbeddings,
 		"/v1/messages":              s.answering(s.parseMessages),
 		"/v1/messages/count_tokens": s.countTokens,
 	} {
@@ -257,7 +259,10 @@ func (s *Server) answering(parse func(*params) (*job, format, error)) http.Handl
 
 // explain returns the error to report to the client for an error from waiting or generating.
 func (s *Server) explain(r *http.Request, err error) error {
+	var e *apiError
 	switch {
+	case errors.As(err, &e):
+		return e
 	case errors.Is(err, errBusy):
 		return &apiError{status: http.StatusTooManyRequests, code: "rate_limit_exceeded",
 			message: "the server is busy: try again later"}

@@ -722,7 +722,7 @@ func TestErrors(t *testing.T) {
 		{textPath, `{"prompt":"a","best_of":3}`, 400, "best_of"},
 		{textPath, `{"prompt":"a","suffix":"b"}`, 400, "suffix"},
 		{textPath, `{"prompt":"a","echo":true,"logprobs":1}`, 400, "echo"},
-		{"/v1/embeddings", `{}`, 404, nil},
+		{"/v1/audio/speech", `{}`, 404, nil},
 	} {
 		status, e := c.post(k.path, k.body)
 		require.Equal(t, k.status, status, "%.200s: %v", k.body, e)
