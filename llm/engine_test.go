@@ -504,6 +504,23 @@ func TestDivergedPassesCountNothing(t *testing.T) {
 	require.Equal(t, before, tr.Model.Kasmina.Digest(), "a generator")
 }
 
+// TestListeningCountsNothing checks that a graph for measuring gradients leaves the lattices alone.
+func TestListeningCountsNothing(t *testing.T) {
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 1})
+	c := tr.Config
+	c.listen = []string{embedName}
+	e, err := CPUEngine()(tr.Model, tr.Optimizer, c)
+	require.NoError(t, err)
+	defer e.Close()
+
+	before := tr.Model.Kasmina.Digest()
+	b, err := tr.Loader.Next()
+	require.NoError(t, err)
+	_, err = e.Gradients(b)
+	require.NoError(t, err)
+	require.Equal(t, before, tr.Model.Kasmina.Digest())
+}
+
 // TestForgetAllOrNothing checks that an engine clears no range if one of them does not exist.
 func TestForgetAllOrNothing(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 2})

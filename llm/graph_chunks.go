@@ -43,7 +43,7 @@ func attachedTo(n *state.Network) (all []attachedSeed) {
 // kasmina adds a Kasmina layer to x, and adds to its output, chunk by chunk, the kinds that are computed
 // as graphs: y + α(t(x) − x).
 func (b *graphBuilder) kasmina(layer int, x, weights, scales *gorgonia.Node) (*gorgonia.Node, error) {
-	l, opts := b.Kasmina.Lattice(layer), b.KasminaOptions.Options(b.kind == ForTraining)
+	l, opts := b.Kasmina.Lattice(layer), b.KasminaOptions.Options(b.trains())
 	own := map[int]graft.Row{} // by seed
 	first := len(b.out.seeds.planted)
 	var seeds []int
