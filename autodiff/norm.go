@@ -1,7 +1,6 @@
 package autodiff
 
 import (
-	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -56,13 +55,8 @@ func NewClipper(grads []gorgonia.ValueGrad) *Clipper { return &Clipper{grads: sl
 
 // Clip clips the gradients and returns their previous norm; see [ClipGlobalNorm].
 func (c *Clipper) Clip(limit float64) (norm float64, err error) {
-	if c == nil {
-		return 0, errNoClipper
-	}
 	return clip(&c.reader, c.grads, limit)
 }
-
-var errNoClipper = errors.New("autodiff.Clipper: the Clipper is nil: make one with NewClipper")
 
 // clip implements ClipGlobalNorm.
 func clip(r *params.Reader, grads []gorgonia.ValueGrad, limit float64) (norm float64, err error) {

@@ -1,7 +1,6 @@
 package autodiff
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 	"sync/atomic"
@@ -181,10 +180,6 @@ func (o *RecomputeOp) ReadsCompact(input int) bool { return o.run.readsCompact(i
 
 // SetTraining passes the machine's mode on to the inner ops.
 func (o *RecomputeOp) SetTraining(training bool) error {
-	if o.Output == nil {
-		return errors.New(
-			"autodiff.RecomputeOp: the op is a zero value: make one with autodiff.Recompute")
-	}
 	o.eval = !training
 	return o.run.setTraining(training)
 }

@@ -105,9 +105,6 @@ func New(opts ...Option) (*Board, error) {
 		drained:  make(chan struct{}),
 		identity: identity{rand.Text()}, cards: cards{open: nvml.Open}, patience: patience}
 	for _, opt := range opts {
-		if opt == nil {
-			return nil, errors.New("board: New: an option is nil")
-		}
 		opt(&b.config)
 	}
 
@@ -134,16 +131,9 @@ func Attach(t *llm.Trainer, opts ...Option) (*Board, error) {
 
 // Watch adds a trainer to the board, which shows its runs under the given name.
 func (b *Board) Watch(t *llm.Trainer, name string) error {
-	if t == nil || t.Model == nil {
-		return errors.New("board: Watch: the trainer is nil or its zero value: create it with " +
-			"llm.NewTrainer")
-	}
-
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	switch {
-	case b.handler == nil:
-		return fmt.Errorf("board: Watch: %w", errZero)
 	case b.closed:
 		return errors.New("board: Watch: the board is closed")
 	}
@@ -253,20 +243,13 @@ func (b *Board) collect() {
 
 // ServeHTTP serves the page, the API and the metrics.
 func (b *Board) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	if b.handler == nil {
-		refuse(w, http.StatusInternalServerError, errZero.Error())
-		return
-	}
 	b.handler.ServeHTTP(w, r)
 }
-
-// errZero is the error of a zero Board.
-var errZero = errors.New("the board is its zero value: create it with New or Attach")
 
 // Close shuts the board's servers down. Before that, it sends the latest updates to the viewers.
 func (b *Board) Close() error {
 	b.mu.Lock()
-	if b.closed || b.handler == nil {
+	if b.closed {
 		b.mu.Unlock()
 		return nil
 	}

@@ -47,9 +47,6 @@ func (b *Board) Listen(addr string) (url string, err error) {
 
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.handler == nil {
-		return "", errors.Join(fmt.Errorf("board: Listen: %w", errZero), l.Close())
-	}
 	if b.closed {
 		return "", errors.Join(errors.New("board: Listen: the board is closed"), l.Close())
 	}

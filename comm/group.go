@@ -129,8 +129,6 @@ type Group interface {
 // implementations of [Group].
 func CheckCall(name string, g Group, count int, t Type, op Op, peer int) error {
 	switch {
-	case g == nil:
-		return fmt.Errorf("comm: %s: the group is nil", name)
 	case count < 0:
 		return fmt.Errorf("comm: %s of %d elements: want a number from 0", name, count)
 	case t >= numTypes:

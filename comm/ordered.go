@@ -1,7 +1,6 @@
 package comm
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 )
@@ -132,9 +131,6 @@ func SumType(t Type) Type {
 // StagingLen returns the number of elements a rank receives in one round, which is its own shard from
 // every other rank.
 func (o OrderedSum) StagingLen() int {
-	if o.Group == nil {
-		return 0
-	}
 	return (o.Group.Size() - 1) * o.Shards.Len(o.Group.Rank())
 }
 
@@ -210,10 +206,6 @@ func (o OrderedSum) exchange(contribution Ptr, contributors int, s Stream) (part
 
 // GatherShards copies every rank's shard of buffer to all ranks, bit for bit.
 func GatherShards(g Group, buffer Ptr, shards Shards, t Type, s Stream) error {
-	if g == nil {
-		return errors.New("comm: GatherShards: the group is nil")
-	}
-
 	if err := shards.Check(g.Size()); err != nil {
 		return err
 	}

@@ -65,10 +65,6 @@ const (
 // unusable, the error wraps [ErrSecret], although the rest of the place is valid. KASMINA_LISTEN sets
 // [Place.Listen].
 func FromEnvironment(getenv func(string) string) (Place, error) {
-	if getenv == nil {
-		return Place{}, errors.New("comm: FromEnvironment: the function is nil, want os.Getenv")
-	}
-
 	e := &environment{getenv: getenv}
 	var p Place
 	switch {

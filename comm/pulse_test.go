@@ -226,12 +226,3 @@ func TestAllWait(t *testing.T) {
 		require.ErrorContains(t, err, "hangs: all ranks have been waiting for each other for ")
 	}
 }
-
-// TestZeroBusy checks Busy and Wait of the zero World.
-func TestZeroBusy(t *testing.T) {
-	for _, w := range []*World{nil, new(World)} {
-		w.Busy("x")()
-		require.NoError(t, w.Wait(func() error { return nil }))
-		require.Error(t, w.Wait(nil))
-	}
-}

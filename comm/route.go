@@ -1,7 +1,6 @@
 package comm
 
 import (
-	"errors"
 	"fmt"
 )
 
@@ -43,12 +42,8 @@ type Router interface {
 }
 
 // NewRoute creates a route: the group's own if it is a [Router], otherwise a Batch of sends and
-// receives. A nil group or invalid legs are errors.
+// receives. Invalid legs are errors.
 func NewRoute(g Group, slot int, sends, receives []Leg) (Route, error) {
-	if g == nil {
-		return nil, errors.New("comm: NewRoute: the group is nil")
-	}
-
 	for _, l := range append(append([]Leg{}, sends...), receives...) {
 		if l.Rank < 0 || l.Rank >= g.Size() || l.Rank == g.Rank() || l.Bytes < 1 {
 			return nil, fmt.Errorf("comm: route: a leg of %d bytes for rank %d: want at least 1 byte for "+

@@ -12,10 +12,6 @@ import (
 //
 // It returns the cause of the failure, or nil if ctx is done first.
 func Watch(ctx context.Context, w *World, g Group, interval time.Duration) error {
-	if ctx == nil || g == nil || !w.joined() {
-		return errors.New("comm: Watch: the context, the world or the group is nil or a zero value")
-	}
-
 	if interval <= 0 {
 		interval = 100 * time.Millisecond
 	}

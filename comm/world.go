@@ -59,15 +59,6 @@ type World struct {
 
 const joinKey = "join#0"
 
-// errZero reports the use of a World that was not returned by Join.
-var errZero = errors.New("comm: the World is nil or its zero value, want one that Join returns")
-
-// over is the closed channel that Done returns for the zero World.
-var over = func() chan struct{} { c := make(chan struct{}); close(c); return c }()
-
-// joined reports whether the World was returned by Join.
-func (w *World) joined() bool { return w != nil && w.done != nil }
-
 // Join connects to the other ranks and returns when all have joined. Rank 0 must be reachable at
 // the place's address.
 //
@@ -76,11 +67,6 @@ func (w *World) joined() bool { return w != nil && w.done != nil }
 //
 // If ranks are missing or disagree on a fact, the error names them.
 func Join(ctx context.Context, p Place, o Options) (*World, error) {
-	if ctx == nil {
-		return nil, errors.New("comm: Join: the context is nil, want one such as " +
-			"context.Background()")
-	}
-
 	if err := p.Check(); err != nil {
 		return nil, fmt.Errorf("comm: %w", err)
 	}
@@ -185,35 +171,23 @@ func (w *World) Size() int { return w.Place().Size }
 
 // Deadline returns the time after which a silent rank fails the run, or 0 without a limit.
 func (w *World) Deadline() time.Duration {
-	if !w.joined() {
-		return 0
-	}
 	return w.options.Deadline
 }
 
 // Place returns this process's place.
 func (w *World) Place() Place {
-	if !w.joined() {
-		return Place{}
-	}
 	return w.place
 }
 
 // Done returns a channel that is closed when a rank fails, including this one, or the World is
 // closed.
 func (w *World) Done() <-chan struct{} {
-	if !w.joined() {
-		return over
-	}
 	return w.done
 }
 
 // Err returns nil while the run is healthy. It returns a *[RankError] if another rank failed, the
 // error passed to Fail if this rank failed, and [ErrClosed] after Close.
 func (w *World) Err() error {
-	if !w.joined() {
-		return errZero
-	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.cause
@@ -227,10 +201,6 @@ func (w *World) Err() error {
 // error on every rank. The World remains usable.
 func (w *World) Gather(ctx context.Context, key string, value []byte) ([][]byte, error) {
 	switch {
-	case !w.joined():
-		return nil, errZero
-	case ctx == nil:
-		return nil, errors.New("comm: Gather: the context is nil")
 	case w.place.Size == 1:
 		return [][]byte{value}, w.Err()
 	}
@@ -307,7 +277,7 @@ func (w *World) Report(step int) error {
 // Until then, no rank is required to make progress, because the other ranks may be waiting for this
 // one. A suspended process is still detected.
 func (w *World) Busy(what string) (done func()) {
-	if !w.joined() || w.place.Size == 1 {
+	if w.place.Size == 1 {
 		return func() {}
 	}
 	end := w.activity.begin(what)
@@ -321,12 +291,7 @@ func (w *World) Busy(what string) (done func()) {
 // Wait calls f, which must do nothing but wait for other ranks. A waiting rank is not blamed for lack
 // of progress. Gather and Barrier are covered automatically.
 func (w *World) Wait(f func() error) error {
-	if f == nil {
-		return errors.New("comm: Wait: the function is nil")
-	}
-	if w.joined() {
-		defer w.activity.wait()()
-	}
+	defer w.activity.wait()()
 	return f()
 }
 
@@ -354,10 +319,6 @@ func (w *World) beat(frozen bool) {
 // Fail reports the failure of this rank to the other ranks, which receive a *[RankError] with the
 // text of the cause. Fail returns once the store has been notified.
 func (w *World) Fail(cause error) {
-	if !w.joined() {
-		return
-	}
-
 	if cause == nil {
 		cause = errors.New("comm: no cause was given")
 	}
@@ -387,10 +348,6 @@ func (w *World) Fail(cause error) {
 // Close waits until all ranks have called it, up to the timeout, and disconnects. After a failure, it
 // does not wait.
 func (w *World) Close() error {
-	if !w.joined() {
-		return nil
-	}
-
 	if w.place.Size == 1 {
 		w.end(ErrClosed)
 		return nil

@@ -84,15 +84,8 @@ func WithEvalMode() Option {
 // returns an error if the plan needs more memory than the computer has; without this check, Go would
 // abort the program.
 func NewMachine(g *gorgonia.ExprGraph, opts ...Option) (*Machine, error) {
-	if g == nil {
-		return nil, errors.New("cpuops.NewMachine: the graph is nil")
-	}
-
 	m := &Machine{graph: g}
 	for _, opt := range opts {
-		if opt == nil {
-			return nil, errors.New("cpuops.NewMachine: an option is nil")
-		}
 		if err := opt(&m.config); err != nil {
 			return nil, fmt.Errorf("cpuops.NewMachine: %w", err)
 		}
@@ -237,10 +230,7 @@ func stopOf(ctx context.Context) (stop *cpu.Stop, release func() bool) {
 
 // open returns an error if the machine cannot run.
 func (m *Machine) open() error {
-	switch {
-	case m.program == nil:
-		return errors.New("the machine is a zero value: make one with cpuops.NewMachine")
-	case m.closed:
+	if m.closed {
 		return errors.New("the machine is closed")
 	}
 	return nil
@@ -311,10 +301,6 @@ func (m *Machine) publish() error {
 // Value returns a copy of a node's value. The node must be an input, an output (see [WithOutputs]), or a
 // node that no other node reads. The memory of all other nodes is reused during a run.
 func (m *Machine) Value(n *gorgonia.Node) (gorgonia.Value, error) {
-	if m.program == nil {
-		return nil, fmt.Errorf("cpuops.Machine.Value: %w", m.open())
-	}
-
 	v, ok := m.program.values[n]
 	switch {
 	case n == nil || !ok:
@@ -363,9 +349,6 @@ func (m *Machine) Read(n *gorgonia.Node) (any, error) {
 // that a run adds to. The size of the ops' memory is known only after the first run, and copies are
 // made when first needed.
 func (m *Machine) Memory() int {
-	if m.program == nil {
-		return 0
-	}
 	return m.program.memory()
 }
 

@@ -70,10 +70,6 @@ func (c *compiler) variant(op string, variants ...string) string {
 // Choices returns the variants of the machine's ops, one entry for each op and shape, in the order of
 // execution.
 func (m *Machine) Choices() []Choice {
-	if m.program == nil {
-		return nil
-	}
-
 	var choices []Choice
 	seen := map[string]bool{}
 	for i := range m.program.steps {

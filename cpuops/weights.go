@@ -138,8 +138,8 @@ func (w *Weights) Add(t WeightType, name string, rows, width int,
 	switch {
 	case !slices.Contains(weightTypes, t):
 		return fmt.Errorf("cpuops.Weights.Add: the type is %d, want Float32, BFloat16, Q8, Float8 or NF4", t)
-	case read == nil || rows < 1 || width < 1:
-		return errors.New("cpuops.Weights.Add: the matrix is empty or read is nil")
+	case rows < 1 || width < 1:
+		return errors.New("cpuops.Weights.Add: the matrix is empty")
 	}
 
 	m := gemm.NewCompact(gemm.CompactType(t), rows, width, &w.slab)

@@ -139,7 +139,6 @@ func TestWeightsErrors(t *testing.T) {
 	}{
 		{w.Add(9, "w", 1, 2, all(1, 2)), "want Float32, BFloat16, Q8, Float8 or NF4"},
 		{w.Add(cpuops.Q8, "w", 0, 2, all()), "is empty"},
-		{w.Add(cpuops.Q8, "w", 1, 2, nil), "read is nil"},
 		{w.Add(cpuops.Q8, "w", 1, 2, all(1)), "w: it has 1 elements, want 1×2"},
 		{w.Add(cpuops.Q8, "w", 1, 2, all(1, 2, 3)), "elements, want 1×2"},
 		{w.Add(cpuops.BFloat16, "w", 2, 2, all(1, 2, 3, nan)), "rows 0 to 1: a weight is not finite"},
@@ -163,8 +162,6 @@ func TestWeightsErrors(t *testing.T) {
 	require.False(t, cpuops.CanBeCompact(g, n))
 	_, err := cpuops.NewMachine(g, cpuops.WithWeights(&w))
 	require.ErrorContains(t, err, "it reads input w (2, 2), which only Linear")
-	_, err = cpuops.NewMachine(g, cpuops.WithWeights(nil))
-	require.ErrorContains(t, err, "the weights are nil")
 
 	g = gorgonia.NewGraph()
 	n = gorgonia.NewTensor(g, tensor.Float32, 2, gorgonia.WithShape(3, 2), gorgonia.WithName("w"))

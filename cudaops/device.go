@@ -112,9 +112,6 @@ func Open(opts ...DeviceOption) (_ *Device, err error) {
 	defer annotate("Open", &err)
 	o := deviceOptions{open: driver.Open}
 	for _, opt := range opts {
-		if opt == nil {
-			return nil, errors.New("an option is nil")
-		}
 		opt(&o)
 	}
 
@@ -155,9 +152,6 @@ func supported(d gpu.DeviceInfo) error {
 	return nil
 }
 
-// errNotOpened is the error of all methods of a zero Device.
-var errNotOpened = errors.New("the device is a zero value: open one with cudaops.Open")
-
 // Name returns the GPU's product name.
 func (d *Device) Name() string { return d.info.Name }
 
@@ -171,9 +165,6 @@ func (d *Device) ComputeCapability() (major, minor int) { return d.info.Major, d
 // total number.
 func (d *Device) Memory() (free, total uint64, err error) {
 	defer annotate("Device.Memory", &err)
-	if d.ctx == nil {
-		return 0, 0, errNotOpened
-	}
 	free, total, err = d.ctx.MemInfo()
 	return free, total, d.withName(err)
 }
@@ -190,9 +181,6 @@ func (d *Device) String() string {
 // nothing.
 func (d *Device) Close() (err error) {
 	defer annotate("Device.Close", &err)
-	if d.ctx == nil {
-		return errNotOpened
-	}
 	errs := []error{d.kernels.Close()}
 	if d.workspace != 0 {
 		errs = append(errs, d.ctx.Free(d.workspace))
@@ -226,17 +214,11 @@ func WithContext(handle uintptr) DeviceOption {
 
 // Context returns the device's CUcontext, so that other libraries can share it. It is valid until Close.
 func (d *Device) Context() uintptr {
-	if d.ctx == nil {
-		return 0
-	}
 	return d.ctx.Handle()
 }
 
 // Do runs f on a thread on which the device's context is current. Use it for libraries that work in the
 // current context, such as NCCL (package comm/nccl).
 func (d *Device) Do(f func() error) error {
-	if d.ctx == nil {
-		return fmt.Errorf("cudaops.Device.Do: %w", errNotOpened)
-	}
 	return d.ctx.Do(f)
 }

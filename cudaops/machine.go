@@ -62,11 +62,8 @@ func annotate(method string, err *error) {
 	}
 }
 
-// usable returns an error if the machine is nil, a zero value or closed.
+// usable returns an error if the machine is closed.
 func usable(m *Machine) error {
-	if m == nil || m.runner == nil {
-		return errors.New("the machine is nil or a zero value: make one with cudaops.NewMachine")
-	}
 	if m.runner.State.Closed() {
 		return errors.New("the machine is closed")
 	}
@@ -77,14 +74,6 @@ func usable(m *Machine) error {
 // graph's floats must be float32. The caller must close the machine before the device.
 func NewMachine(d *Device, g *gorgonia.ExprGraph, opts ...MachineOption) (_ *Machine, err error) {
 	defer annotate("NewMachine", &err)
-	if d == nil || g == nil {
-		return nil, errors.New("device or graph is nil")
-	}
-
-	if d.ctx == nil {
-		return nil, errNotOpened
-	}
-
 	config, err := configOf(d, g, opts)
 	if err != nil {
 		return nil, err

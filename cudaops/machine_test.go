@@ -200,7 +200,6 @@ func TestMachineErrors(t *testing.T) {
 		tensor.WithBacking([]float64{1, 2})), gorgonia.WithName("x"))
 	require.NoError(t, errOf(gorgonia.Square(double.AllNodes()[0])))
 	_, doubleErr := NewMachine(device, double)
-	_, nilErr := NewMachine(nil, b.G)
 	for _, c := range []struct {
 		err  error
 		want string
@@ -208,7 +207,6 @@ func TestMachineErrors(t *testing.T) {
 		{newMachine(WithParams(b.Loss)), "WithParams"},
 		{newMachine(WithOutputs(nil)), "WithOutputs"},
 		{doubleErr, "float64"},
-		{nilErr, "nil"},
 	} {
 		require.ErrorContains(t, c.err, c.want)
 	}
@@ -256,19 +254,15 @@ func TestArguments(t *testing.T) {
 	for want, err := range map[string]error{
 		"WithOutputs: node":             errOf(NewMachine(device, g, WithOutputs(foreignSum))),
 		"WithParams: input w":           errOf(NewMachine(device, g, WithParams(foreign))),
-		"WithSeparateClipping: a node":  errOf(NewMachine(device, g, WithSeparateClipping(nil))),
 		"WithSeparateClipping: input w": errOf(NewMachine(device, g, WithSeparateClipping(w))),
-		"an option is nil":              errOf(NewMachine(device, g, nil)),
 		"WithParamsOf: no input has the name": errOf(NewMachine(device, other,
 			WithParamsOf(owner))),
-		"WithParamsOf: the machine is nil":    errOf(NewMachine(device, g, WithParamsOf(nil))),
 		"WithMemory: got 0 bytes":             errOf(NewMachine(device, g, WithMemory(0))),
 		"WithPrecision: got":                  errOf(NewMachine(device, g, WithPrecision(9))),
 		"WithRanks: got -1 rounds":            errOf(NewMachine(device, g, WithRanks(&silent{}, -1))),
 		"a node is nil":                       owner.Upload(nil),
 		"no parameter has a gradient":         owner.SetOptimizer(wrapped{new(optim.AdamW)}, 1),
 		"the optimizer is a nil *optim.AdamW": owner.SetOptimizer((*optim.AdamW)(nil), 1),
-		"cudaops.Open: an option is nil":      errOf(Open(nil)),
 	} {
 		require.ErrorContains(t, err, want)
 	}
@@ -1519,49 +1513,6 @@ func TestOpenFake(t *testing.T) {
 	err = errOf(Open(withDriver(f)))
 	require.ErrorIs(t, err, gpu.OutOfMemory)
 	require.NotErrorIs(t, err, ErrNoDevice)
-}
-
-// TestZeroDevice checks the errors of a zero Device.
-func TestZeroDevice(t *testing.T) {
-	var d Device
-	g := gorgonia.NewGraph()
-	_, _, memory := d.Memory()
-	_, machine := NewMachine(&d, g)
-	for name, err := range map[string]error{"Memory": memory,
-		"NewMachine": machine, "Close": d.Close()} {
-		require.ErrorIs(t, err, errNotOpened, name)
-	}
-	require.Zero(t, d.Context(), "a zero device has a context")
-}
-
-// TestZeroMachine checks the errors of a zero Machine.
-func TestZeroMachine(t *testing.T) {
-	var m Machine
-	_, _, address := m.Address(nil)
-	_, _, step := m.Step(nil)
-	for name, err := range map[string]error{"Address": address, "Step": step,
-		"Bind": m.Bind(nil, 0, 0), "Run": m.RunAll(), "SetOptimizer": m.SetOptimizer(nil, 0),
-		"Update": errOf(m.Update()), "Forget": m.Forget(nil, 0, 0),
-		"Contribute": m.Rank().Contribute(1, true), "Expect": m.Rank().Expect(1, true),
-		"GatherState": m.Rank().GatherState(),
-		"DownloadOwn": errOf(m.Rank().DownloadOwn()), "DropGradients": m.DropGradients(),
-		"NonFinite":    errOf(m.NonFinite()),
-		"SetLossScale": m.SetLossScale(LossScale{}), "StartProfile": m.StartProfile(),
-		"Profile": errOf(m.Profile()), "Monitor": errOf(m.Monitor()),
-		"Value": errOf(m.Value(nil)), "Upload": m.Upload(), "Download": m.Download()} {
-		require.ErrorContains(t, err, "."+name+": the machine is nil or a zero value")
-	}
-
-	require.ErrorContains(t, errOf((*Machine)(nil).Value(nil)), "the machine is nil")
-	for _, m := range []*Machine{&m, nil} {
-		require.Zero(t, m.Memory())
-		require.Zero(t, m.Stream())
-		require.Empty(t, m.Choices())
-		require.Zero(t, m.LossScale())
-		require.Equal(t, Float32, m.GradientPrecision())
-		m.Reset()
-		require.NoError(t, m.Close())
-	}
 }
 
 func TestOpenErrors(t *testing.T) {

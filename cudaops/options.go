@@ -53,9 +53,6 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 	c := machineConfig{kept: run.NewKept(d.ctx)}
 	c.variants.Logger = slog.Default()
 	for _, opt := range opts {
-		if opt == nil {
-			return c, errors.New("an option is nil")
-		}
 		if err := opt(&c); err != nil {
 			return c, err
 		}
@@ -123,10 +120,7 @@ func setting(set func(*machineConfig)) MachineOption {
 // ([WithChoices]). Updates are not tuned, because each rank updates a different part.
 func WithRanks(group comm.Group, rounds int) MachineOption {
 	return func(c *machineConfig) error {
-		switch {
-		case group == nil:
-			return errors.New("WithRanks: the group is nil")
-		case rounds < 0:
+		if rounds < 0 {
 			return fmt.Errorf("WithRanks: got %d rounds, want at least 1, or 0 for any number",
 				rounds)
 		}
@@ -148,9 +142,6 @@ func WithParams(params ...*gorgonia.Node) MachineOption {
 // not change how the rest of the model learns. If all parameters are named, they share the usual norm.
 func WithSeparateClipping(params ...*gorgonia.Node) MachineOption {
 	return func(c *machineConfig) error {
-		if slices.Contains(params, nil) {
-			return errors.New("WithSeparateClipping: a node is nil")
-		}
 		c.separatelyClipped = append(c.separatelyClipped, params...)
 		return nil
 	}

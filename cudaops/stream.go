@@ -134,8 +134,6 @@ func NewStream(d *Device, y *gorgonia.Node, o StreamOptions) (_ *Stream, err err
 	case int(o.Mode) >= len(streamModeNames):
 		return nil, fmt.Errorf("the mode is %d, want StreamAuto, StreamPersistent or StreamLaunches",
 			o.Mode)
-	case d != nil && d.ctx == nil:
-		return nil, errNotOpened
 	case d == nil && o.Mode == StreamPersistent:
 		return nil, fmt.Errorf("the mode is StreamPersistent and the device is nil: %w", ErrNoDevice)
 	}

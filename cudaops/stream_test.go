@@ -380,7 +380,6 @@ func TestStreamErrors(t *testing.T) {
 		"the idle time is -1ns":      func() (*Stream, error) { return NewStream(device, n.y, StreamOptions{Idle: -1}) },
 		"the precision is f8":        func() (*Stream, error) { return NewStream(device, n.y, StreamOptions{Precision: Float8}) },
 		"the mode is 9":              func() (*Stream, error) { return NewStream(device, n.y, StreamOptions{Mode: 9}) },
-		"the device is a zero value": func() (*Stream, error) { return NewStream(new(Device), n.y, StreamOptions{}) },
 		"empty (13, 4) has no value": func() (*Stream, error) { return NewStream(device, empty, StreamOptions{}) },
 	} {
 		_, err := make()

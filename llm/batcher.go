@@ -137,10 +137,6 @@ func NewBatcher(m *Model, o BatcherOptions) (*Batcher, error) {
 // NewCompactBatcher returns a batcher for a compact model. Close frees its memory. The logits of a text do
 // not depend on other texts.
 func NewCompactBatcher(m *CompactModel, o BatcherOptions) (*Batcher, error) {
-	if m == nil || m.weights == nil {
-		return nil, errors.New("llm: NewCompactBatcher: the model is nil or its zero value, want one from " +
-			"LoadCompact or Model.Compact")
-	}
 	return newBatcherOf(&Batcher{compact: m, config: m.parts.Config}, o)
 }
 

@@ -2,7 +2,6 @@ package llm
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -57,9 +56,6 @@ func (b *Batcher) drawerOf(adapter int) (DrawFunc, error) {
 	var by *sampler.Sampler
 	var revision uint64 // the sampler's revision after the last token
 	return func(ctx context.Context, tokens []int, s *sampler.Sampler, last bool) (int, error) {
-		if s == nil {
-			return 0, errors.New("llm: Batcher: the sampler is nil")
-		}
 		if err := b.check(tokens); err != nil {
 			return 0, err
 		}

@@ -57,9 +57,6 @@ func WithQuick(text *data.Evaluation) EvaluateOption {
 func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOption) Callback {
 	c := evaluateConfig{quick: text}
 	for _, opt := range opts {
-		if opt == nil {
-			return refusing("Evaluate: an option is nil")
-		}
 		opt(&c)
 	}
 
@@ -103,8 +100,6 @@ func SampleText(t *Trainer, tok tokenizer.Tokenizer, prompt string, n int, c sam
 	switch _, err := sampler.New(c); {
 	case err != nil:
 		return refusing("SampleText: %w", err)
-	case tok == nil:
-		return refusing("SampleText: the tokenizer is nil")
 	case len(promptTokens(tok, prompt)) == 0:
 		return refusing("SampleText: the prompt %q makes no token, want at least one", prompt)
 	case n < 0:

@@ -35,9 +35,6 @@ type WeightReader interface {
 // LoadCompact reads a model and converts its matrices to the given type while reading. Unless the type is
 // float32, the whole model is never in memory in float32.
 func LoadCompact(ctx context.Context, t cpuops.WeightType, c Config, r WeightReader) (*CompactModel, error) {
-	if ctx == nil || r == nil {
-		return nil, errors.New("llm: LoadCompact: the context or the reader is nil")
-	}
 	if err := c.Check(); err != nil {
 		return nil, fmt.Errorf("llm: LoadCompact: %w", err)
 	}

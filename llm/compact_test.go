@@ -321,8 +321,6 @@ func TestLoadCompact(t *testing.T) {
 	require.ErrorIs(t, err, broken)
 	_, err = LoadCompact(t.Context(), 7, c, r)
 	require.ErrorContains(t, err, "want Float32, BFloat16, Q8, Float8 or NF4")
-	_, err = LoadCompact(t.Context(), cpuops.Q8, c, nil)
-	require.ErrorContains(t, err, "the reader is nil")
 	r.dtype = "float32"
 	for _, name := range []string{embedName, normName} {
 		for want, change := range map[string]func([]byte) []byte{
@@ -356,6 +354,4 @@ func TestLoadCompact(t *testing.T) {
 	require.ErrorContains(t, err, "has seeds")
 	_, err = LoadCompact(t.Context(), cpuops.Q8, tiny(), r)
 	require.ErrorContains(t, err, "no seeds")
-	_, err = NewCompactBatcher(nil, BatcherOptions{})
-	require.ErrorContains(t, err, "nil or its zero value")
 }

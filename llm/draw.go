@@ -45,10 +45,6 @@ const unknownToken = -1
 // Draw implements [DrawFunc]. It needs a machine that draws tokens, except for the first token of a text and for
 // samplers with log-probabilities.
 func (d *Decoding) Draw(ctx context.Context, tokens []int, s *sampler.Sampler, last bool) (int, error) {
-	if s == nil || ctx == nil {
-		return 0, fmt.Errorf("llm: Decoding.Draw: the context or the sampler is nil")
-	}
-
 	n := len(tokens)
 	now := d.ahead
 	if now != nil && now.sampler == s && now.revision == s.Revision() && slices.Equal(d.tokens, tokens) {

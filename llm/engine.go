@@ -172,9 +172,6 @@ func (t *cpuEngine) Gradients(b data.Batch) (float64, error) { return t.train.Ru
 
 // OpTimes implements [Profiler]. It needs the option cpuops.WithMonitor.
 func (t *cpuEngine) OpTimes() ([]OpTime, error) {
-	if t.machine == nil {
-		return nil, errZeroEngine
-	}
 	times := t.machine.Monitor()
 	if len(times) > 0 && t.updates > 0 {
 		times = optime.Gather(append(times, OpTime{Op: "Update", Tasks: 1,
@@ -193,9 +190,6 @@ func (t *cpuEngine) Figures() ([]SeedFigures, error) { return t.train.Figures(t.
 
 // Choices implements [Chooser].
 func (t *cpuEngine) Choices() []Choice {
-	if t.machine == nil {
-		return nil
-	}
 	return t.machine.Choices()
 }
 
@@ -209,10 +203,6 @@ func (t *cpuEngine) Ceiling() (Ceiling, error) {
 const ceilingTime = 50 * time.Millisecond
 
 func (t *cpuEngine) Update() (float64, error) {
-	if t.optimizer == nil {
-		return 0, errZeroEngine
-	}
-
 	defer func(from time.Time) {
 		t.updates, t.took = t.updates+1, t.took+time.Since(from)
 	}(time.Now())
@@ -287,10 +277,6 @@ func (t *cpuEngine) Pull(...string) error { return nil }
 func (t *cpuEngine) Push(...string) error { return nil }
 
 func (t *cpuEngine) Forget(ranges ...ParamRange) error {
-	if t.optimizer == nil {
-		return errZeroEngine
-	}
-
 	if err := t.Model.CheckRanges(ranges...); err != nil {
 		return err
 	}
@@ -304,14 +290,8 @@ func (t *cpuEngine) Forget(ranges ...ParamRange) error {
 }
 
 func (t *cpuEngine) Close() error {
-	if t.machine == nil {
-		return nil
-	}
 	return errors.Join(t.train.Machine.Close(), t.Inference.Close())
 }
-
-// errZeroEngine is the error for an uninitialized engine.
-var errZeroEngine = errors.New("llm: the engine is its zero value, want one that CPUEngine makes")
 
 // CPUEngine returns a function that creates a trainer's engine on the CPU. It is the default when
 // TrainConfig.Engine is nil. The options, such as cpuops.WithMonitor, apply to the machine that trains.

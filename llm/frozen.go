@@ -25,10 +25,6 @@ import (
 // contain only the parameters that learn.
 func LoadFrozen(ctx context.Context, t cpuops.WeightType, c Config, r WeightReader, tuned ...string) (*Model,
 	error) {
-	if ctx == nil || r == nil {
-		return nil, errors.New("llm: LoadFrozen: the context or the reader is nil")
-	}
-
 	m, err := loadFrozen(ctx, t, c, r, tuned)
 	if err != nil {
 		return nil, fmt.Errorf("llm: LoadFrozen: %w", err)

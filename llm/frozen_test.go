@@ -284,8 +284,6 @@ func TestFrozenErrors(t *testing.T) {
 
 	_, err = LoadFrozen(t.Context(), cpuops.NF4, c, modelReader{m})
 	require.ErrorContains(t, err, "there is no "+embedName)
-	_, err = LoadFrozen(t.Context(), cpuops.NF4, c, nil)
-	require.ErrorContains(t, err, "the reader is nil")
 	_, err = LoadFrozen(t.Context(), cpuops.NF4, adapted.Config, modelReader{m})
 	require.ErrorContains(t, err, "add adapters with Adapt")
 	_, err = LoadFrozen(t.Context(), cpuops.NF4, c, modelReader{m}, "none")

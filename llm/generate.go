@@ -29,9 +29,6 @@ type Generator struct {
 
 // NewGenerator returns a generator that uses the model's current parameters at each call.
 func NewGenerator(m *Model) (*Generator, error) {
-	if m == nil {
-		return nil, errors.New("llm: NewGenerator: the model is nil")
-	}
 	defer take(m)()
 	i := &Inference{Model: m}
 	if _, err := i.Decoder(); err != nil {
@@ -118,10 +115,6 @@ func (g *Generator) Generate(ctx context.Context, prompt []int, n int,
 func (g *Generator) generate(ctx context.Context, prompt []int, n int, s *sampler.Sampler,
 	yield func(token int) bool) error {
 	switch {
-	case g == nil || g.decoder == nil:
-		return errors.New("the generator is nil or its zero value: NewGenerator makes one")
-	case ctx == nil:
-		return errNoContext
 	case len(prompt) == 0:
 		return errors.New("the prompt is empty, want at least one token")
 	case n < 0:

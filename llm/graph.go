@@ -163,9 +163,6 @@ func BuildGraph(m ModelParts, kind GraphKind, batch int, opts ...GraphOption) (*
 		blocks: block.Builder{Shape: c.BlockShape(), Seq: c.Seq},
 		nodes:  map[string]*gorgonia.Node{}}
 	for _, opt := range opts {
-		if opt == nil {
-			return nil, errors.New("llm: Graph: an option is nil")
-		}
 		opt(b)
 	}
 

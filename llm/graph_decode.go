@@ -150,10 +150,6 @@ func (d *Decoding) reserve(tokens int) error {
 
 // Next returns the logits for the token that follows the given tokens. The next call may overwrite them.
 func (d *Decoding) Next(ctx context.Context, tokens []int) (any, error) {
-	if d.newMachine == nil || ctx == nil {
-		return nil, errors.New("llm: the context is nil, or the Decoding is its zero value")
-	}
-
 	d.settle(tokens)
 	last := len(tokens) - 1
 	if last > 0 && last < d.model.Config.Seq && slices.Equal(d.tokens, tokens[:last]) {

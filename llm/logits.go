@@ -23,10 +23,6 @@ func AllLogits(ctx context.Context, m *Model, tokens []int) (*tensor.Dense, erro
 }
 
 func allLogits(ctx context.Context, m *Model, tokens []int) (logits *tensor.Dense, err error) {
-	if ctx == nil {
-		return nil, errNoContext
-	}
-
 	if err := checkMade(m); err != nil {
 		return nil, err
 	}

@@ -77,10 +77,6 @@ func newModel(l layout, dt tensor.Dtype, seed uint64, lattice ...state.Option) (
 // layers. The first error stops the initialization.
 func NewModelFrom(c Config, dt tensor.Dtype, fill func(Param) error,
 	lattice ...state.Option) (*Model, error) {
-	if fill == nil {
-		return nil, errors.New("llm: NewModelFrom: fill is nil, want a function that writes parameters")
-	}
-
 	return modelFrom(layout{Config: c}, dt, fill, lattice...)
 }
 

@@ -192,10 +192,6 @@ func kasminaOptionsIn(f *modelfile.File) (o KasminaOptions, err error) {
 // allocates memory only for tensors actually in the file, whatever the configuration claims. Reading
 // stops when ctx is done.
 func LoadModel(ctx context.Context, path string) (*Model, error) {
-	if ctx == nil {
-		return nil, fmt.Errorf("llm: LoadModel: %w", errNoContext)
-	}
-
 	f, err := modelfile.Open(path)
 	if err != nil {
 		return nil, err

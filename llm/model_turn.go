@@ -1,7 +1,6 @@
 package llm
 
 import (
-	"errors"
 	"fmt"
 	"sync"
 )
@@ -22,9 +21,6 @@ type paramHolder interface {
 	Mirror() paramMirror // the parameters' other copy; nil if they are only on the host
 	Spoiled() error      // why the model cannot be saved; nil if it can
 }
-
-// errNoContext is the error for a nil context.
-var errNoContext = errors.New("the context is nil, want one such as context.Background()")
 
 // checkMade returns an error for an uninitialized model. It may be called without the lock, because the
 // lattices of a model are never replaced.

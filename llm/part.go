@@ -3,7 +3,6 @@ package llm
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"maps"
 	"regexp"
@@ -112,9 +111,6 @@ func (t *Trainer) Use(parts ...Part) error {
 
 	used := t.allParts()
 	for _, p := range parts {
-		if p == nil {
-			return errors.New("llm: Use: a part is nil")
-		}
 		name := p.Name()
 		if !partName.MatchString(name) {
 			return fmt.Errorf("llm: Use: the name of a part is %q, want lower-case letters, digits and "+

@@ -197,7 +197,6 @@ func TestPartsFail(t *testing.T) {
 func TestUse(t *testing.T) {
 	tr, e := withEMA(t, trainerOptions{config: tiny(), steps: 1}, 0.5)
 	require.ErrorContains(t, tr.Use(e), `a part named "ema" already`)
-	require.Error(t, tr.Use(nil))
 	require.Error(t, tr.Use(named("A")), "a capital letter")
 	require.Error(t, tr.Use(named("")))
 	require.Error(t, tr.Use(named("growth")), "the trainer's own")

@@ -5,7 +5,6 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 
@@ -54,10 +53,6 @@ const maxDecisions = 1 << 20
 // ReadRecord reads the lines written to Growth.Record. If a line is invalid, the error names the
 // first such line.
 func ReadRecord(r io.Reader) (*Record, error) {
-	if r == nil {
-		return nil, errors.New("llm: ReadRecord: the reader is nil")
-	}
-
 	rec := &Record{commands: map[int][]state.Command{}, shares: map[int]float64{}}
 	lines := bufio.NewScanner(r)
 	lines.Buffer(nil, 1<<20)
@@ -106,10 +101,6 @@ func (r *Record) Share(step int) (share float64, changed bool) {
 
 // Write appends a decision to a record's file.
 func (d Decision) Write(w io.Writer) error {
-	if w == nil {
-		return errors.New("llm: Decision.Write: the writer is nil")
-	}
-
 	line, err := json.Marshal(d)
 	if err == nil {
 		_, err = w.Write(append(line, '\n'))

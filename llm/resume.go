@@ -49,15 +49,8 @@ func (t *Trainer) Resume(ctx context.Context, path string, opts ...ResumeOption)
 }
 
 func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) error {
-	if ctx == nil {
-		return fmt.Errorf("llm: Resume: %w", errNoContext)
-	}
-
 	var r resumption
 	for _, opt := range opts {
-		if opt == nil {
-			return errors.New("llm: Resume: an option is nil")
-		}
 		opt(&r)
 	}
 

@@ -59,10 +59,6 @@ func (i *Inference) Score(ctx context.Context, texts []Continuation) ([]Continua
 }
 
 func (i *Inference) score(ctx context.Context, texts []Continuation) ([]ContinuationScore, error) {
-	if ctx == nil {
-		return nil, errNoContext
-	}
-
 	m, err := i.parts()
 	if err != nil {
 		return nil, err

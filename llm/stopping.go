@@ -105,9 +105,6 @@ type BestCheckpoint struct {
 func NewBestCheckpoint(t *Trainer, path string, opts ...CheckpointOption) (*BestCheckpoint, error) {
 	c := &checkpointer{t: t, path: path, write: saveWhole}
 	for _, opt := range opts {
-		if opt == nil {
-			return nil, fmt.Errorf("llm: NewBestCheckpoint: an option is nil")
-		}
 		opt(c)
 	}
 

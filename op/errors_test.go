@@ -130,9 +130,6 @@ func TestConstructorErrors(t *testing.T) {
 			return op.RMSNorm(f64(3, 5), f64(2), 0, op.EachHead())
 		},
 			"RMSNorm|(3, 5)|2 features"},
-		"RMSNorm option": {func() (*gorgonia.Node, error) {
-			return op.RMSNorm(f64(3, 5), f64(5), 0, nil)
-		}, "RMSNorm|an option is nil"},
 		"Bias": {func() (*gorgonia.Node, error) {
 			return op.Bias(f64(3, 5), f64(4))
 		}, "Bias|b has shape (4)|(5)|(3, 5)"},

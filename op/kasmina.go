@@ -238,10 +238,7 @@ func Kasmina(x, weights, scales *gorgonia.Node, lattice *state.Lattice,
 	}
 
 	c := KasminaConfig{Epsilon: 1e-8}
-	for i, o := range opts {
-		if o == nil {
-			return nil, fmt.Errorf("op.%s: option %d is nil", name, i)
-		}
+	for _, o := range opts {
 		if err := o(&c); err != nil {
 			return nil, fmt.Errorf("op.%s: %w", name, err)
 		}

@@ -36,18 +36,12 @@ func (o *KasminaOp) NewPass() *KasminaPass {
 // replay a third op.
 func (o *KasminaOp) SharesRun(p *KasminaOp) bool { return p != nil && o.run == p.run }
 
-// errZeroPass is the error of a KasminaPass that was not created by NewPass.
-var errZeroPass = errors.New("op: the KasminaPass is its zero value, want one that NewPass returns")
-
 // Begin takes the snapshot of the lattice.
 func (p *KasminaPass) Begin() { p.BeginAhead(0) }
 
 // BeginAhead is like Begin for a pass that starts before the measurements of the given number of earlier
 // passes have been recorded.
 func (p *KasminaPass) BeginAhead(ahead int) {
-	if p.op == nil {
-		return
-	}
 	// If the lattice changes in between, the snapshot is newer than the revision, which is harmless.
 	p.begun, p.revision = true, p.op.Lattice.Revision()
 	p.op.Lattice.BeginAhead(&p.op.run.pass, !p.op.Config.NoTelemetry, ahead)
@@ -66,18 +60,12 @@ func (p *KasminaPass) Revision() uint64 { return p.revision }
 
 // Attached returns an error if a seed's kind is a graph that the surrounding graph does not compute.
 func (p *KasminaPass) Attached() error {
-	if p.op == nil {
-		return errZeroPass
-	}
 	return p.op.attached(&p.op.run.pass)
 }
 
 // Leave stores the snapshot in place of that of the op's own last run, for a separately computed
 // backward pass.
 func (p *KasminaPass) Leave() {
-	if p.origin == nil {
-		return
-	}
 	p.origin.mu.Lock()
 	defer p.origin.mu.Unlock()
 
@@ -88,10 +76,6 @@ func (p *KasminaPass) Leave() {
 // Resume takes the snapshot of the op's own last run instead of a new one. It returns an error unless
 // that snapshot was stored by Leave or the op's Do.
 func (p *KasminaPass) Resume() error {
-	if p.origin == nil {
-		return errZeroPass
-	}
-
 	p.origin.mu.Lock()
 	defer p.origin.mu.Unlock()
 
@@ -117,9 +101,6 @@ func copyPass(dst, src *state.Pass) {
 
 // Snapshot returns the snapshot taken by Begin or Resume. The caller must not modify it.
 func (p *KasminaPass) Snapshot() *state.Pass {
-	if p.op == nil {
-		return new(state.Pass)
-	}
 	return &p.op.run.pass
 }
 
@@ -229,10 +210,7 @@ func (p *KasminaPass) RecordGradient(sample func(seed int) state.GradientSample)
 }
 
 func (p *KasminaPass) canRecord(sampled bool) error {
-	switch {
-	case p.op == nil:
-		return errZeroPass
-	case !sampled:
+	if !sampled {
 		return errors.New("op: the function that returns samples is nil")
 	}
 	return nil

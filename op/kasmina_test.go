@@ -671,11 +671,6 @@ func TestKasminaErrors(t *testing.T) {
 			}
 		}
 	}
-
-	if _, err := op.Kasmina(x, w, s, l, nil); err == nil ||
-		!strings.Contains(err.Error(), "option 0 is nil") {
-		t.Errorf("a nil option: error %v", err)
-	}
 }
 
 func make3() []seedSetting { return slices.Repeat([]seedSetting{{"Dormant", "Residual", 1, 0}}, 3) }

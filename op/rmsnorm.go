@@ -8,7 +8,6 @@
 package op
 
 import (
-	"errors"
 	"fmt"
 	"math"
 
@@ -53,9 +52,6 @@ func RMSNorm(x, weight *gorgonia.Node, eps float64, opts ...RMSNormOption) (*gor
 	const name = "RMSNorm"
 	var s rmsNormSettings
 	for _, opt := range opts {
-		if opt == nil {
-			return nil, errors.New("op.RMSNorm: an option is nil")
-		}
 		opt(&s)
 	}
 

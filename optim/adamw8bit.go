@@ -48,10 +48,6 @@ func (f adamW8bitOption) adamW8bit(a *AdamW8bit) error { return f(a) }
 func WithFloatMomentsFor(match Match) AdamW8bitOption {
 	return adamW8bitOption(func(a *AdamW8bit) error {
 		a.match = match
-		if match == nil {
-			return fmt.Errorf("WithFloatMomentsFor: match is nil, want a function such as " +
-				"optim.NameContains(\"embed\")")
-		}
 		return nil
 	})
 }
@@ -109,9 +105,6 @@ func chooseAdamW8bit(lr float64, opts []Option) (Partial, error) {
 
 // SetLR sets the learning rate of subsequent steps.
 func (a *AdamW8bit) SetLR(lr float64) error {
-	if a.floats == nil {
-		return fmt.Errorf("optim.AdamW8bit: SetLR: %w", errZero)
-	}
 	if err := notNegative("SetLR", lr); err != nil {
 		return fmt.Errorf("optim.AdamW8bit: %w", err)
 	}

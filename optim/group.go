@@ -65,14 +65,7 @@ func Betas(beta1, beta2 float64) GroupOption {
 
 func newGroup(match Match, opts []GroupOption) (group, error) {
 	g := group{match: match}
-	if match == nil {
-		return g, fmt.Errorf("WithGroup: match is nil, want a function such as optim.Vectors")
-	}
-
 	for _, opt := range opts {
-		if opt == nil {
-			return g, fmt.Errorf("WithGroup: an option is nil")
-		}
 		if err := opt(&g); err != nil {
 			return g, fmt.Errorf("WithGroup: %w", err)
 		}

@@ -96,9 +96,6 @@ func chooseMuon(lr float64, opts []Option) (Partial, error) {
 // SetLR sets the learning rate of subsequent steps for matrices. AdamW's learning rate changes by the
 // same factor.
 func (m *Muon) SetLR(lr float64) error {
-	if m.rest == nil {
-		return fmt.Errorf("optim.Muon: SetLR: %w", errZero)
-	}
 	if err := notNegative("SetLR", lr); err != nil {
 		return fmt.Errorf("optim.Muon: %w", err)
 	}

@@ -55,12 +55,8 @@ type muonOption func(*Muon) error
 func (f muonOption) muon(m *Muon) error { return f(m) }
 
 // applyAll applies all options, and adds the name of the constructor to an error.
-func applyAll[O comparable](constructor string, opts []O, apply func(O) error) error {
-	var none O
+func applyAll[O any](constructor string, opts []O, apply func(O) error) error {
 	for _, opt := range opts {
-		if opt == none {
-			return fmt.Errorf("%s: an option is nil", constructor)
-		}
 		if err := apply(opt); err != nil {
 			return fmt.Errorf("%s: %w", constructor, err)
 		}
@@ -150,10 +146,6 @@ func WithScale(s Scale) MuonOption {
 func WithAdamWFor(match Match) MuonOption {
 	return muonOption(func(m *Muon) error {
 		m.match = match
-		if match == nil {
-			return fmt.Errorf("WithAdamWFor: match is nil, want a function such as " +
-				"optim.NameContains(\"embed\", \"head\")")
-		}
 		return nil
 	})
 }

@@ -123,9 +123,6 @@ func (u *updater) StepParts(model []gorgonia.ValueGrad, parts []Part) error {
 
 // Moments implements [Partial].
 func (u *updater) Moments(name string) []any {
-	if u == nil {
-		return nil
-	}
 	if e := u.entries[name]; e != nil && e.step > 0 {
 		return e.moments
 	}
@@ -134,10 +131,6 @@ func (u *updater) Moments(name string) []any {
 
 // StateParts implements [Partial].
 func (u *updater) StateParts(parts []Part) (counts []Tensor, moments []Stretch) {
-	if u == nil {
-		return nil, nil
-	}
-
 	for name, e := range u.entries {
 		if e.step > 0 {
 			counts = append(counts, e.steps(name))

@@ -1,7 +1,6 @@
 package optim
 
 import (
-	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -31,14 +30,8 @@ func newUpdater(name string, rule func(name string, shape []int) (Rule, float64)
 	return &updater{name: name, rule: rule, entries: map[string]*entry{}}
 }
 
-var errZero = errors.New(
-	"the optimizer is a zero value: create it with a constructor such as NewAdamW")
-
 // run calls f and adds the names of the optimizer and the method to its error.
 func (u *updater) run(method string, f func() error) error {
-	if u == nil {
-		return fmt.Errorf("optim: %s: %w", method, errZero)
-	}
 	if err := f(); err != nil {
 		return fmt.Errorf("%s: %s: %w", u.name, method, err)
 	}
@@ -47,9 +40,6 @@ func (u *updater) run(method string, f func() error) error {
 
 // Rule returns how the optimizer updates the parameter with the given name and shape.
 func (u *updater) Rule(name string, shape []int) Rule {
-	if u == nil {
-		return Rule{}
-	}
 	r, _ := u.rule(name, shape)
 	return r
 }
@@ -235,9 +225,6 @@ func (u *updater) Forget(name string, from, to int) error {
 // this method, but a trainer calls it, if it exists, before a model grows and reuses names with other
 // shapes.
 func (u *updater) Drop(names ...string) {
-	if u == nil {
-		return
-	}
 	for _, name := range names {
 		delete(u.entries, name)
 	}
@@ -245,10 +232,6 @@ func (u *updater) Drop(names ...string) {
 
 // State returns the moments of each parameter as "NAME.MOMENT", and its step count as "NAME.step".
 func (u *updater) State() []Tensor {
-	if u == nil {
-		return nil
-	}
-
 	var state []Tensor
 	for name, e := range u.entries {
 		if e.step == 0 {

@@ -455,9 +455,6 @@ func (e Event) String() string {
 // lattice, and the method returns only after f does. f may use the lattice. Any events it causes are
 // delivered after it returns.
 func (l *Lattice) Listen(f func(Event)) (stop func(), err error) {
-	if f == nil {
-		return nil, fmt.Errorf("state.Listen: %w: f is nil, want a function", ErrArgument)
-	}
 	return l.outbox.Listen(f), nil
 }
 

@@ -131,7 +131,7 @@ func (l *Lattice) verifySpan(lo int) error {
 
 // checkScrub checks the arguments of Scrub.
 func checkScrub(ctx context.Context, period time.Duration) error {
-	if ctx == nil || period <= 0 {
+	if period <= 0 {
 		return fmt.Errorf("state.Scrub: %w: context %v and period %v, want a context and a "+
 			"period above 0", ErrArgument, ctx, period)
 	}

@@ -280,10 +280,7 @@ func NewLattice(seeds, hidden int, opts ...Option) (*Lattice, error) {
 
 	c := config{Gates: true, Thresholds: DefaultThresholds(), Embargo: 10, Renormalize: 16,
 		History: 4, Transitions: defaultTransitions}
-	for i, o := range opts {
-		if o == nil {
-			return nil, fmt.Errorf("state.NewLattice: %w: option %d is nil", ErrArgument, i)
-		}
+	for _, o := range opts {
 		if err := o(&c); err != nil {
 			return nil, fmt.Errorf("state.NewLattice: %w: %w", ErrArgument, err)
 		}

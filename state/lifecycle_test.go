@@ -536,7 +536,6 @@ func TestOptionErrors(t *testing.T) {
 		"Reduction":      state.WithTelemetry(state.Telemetry{Reduction: 9}),
 		"Every":          state.WithTelemetry(state.Telemetry{Every: -2}),
 		"CullDelta":      state.WithThresholds(thresholds),
-		"is nil":         nil,
 	} {
 		if l, err := state.NewLattice(2, 4, opt); l != nil || !errors.Is(err, state.ErrArgument) ||
 			!strings.Contains(err.Error(), text) {

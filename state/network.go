@@ -171,9 +171,6 @@ func (n *Network) Report() []Report {
 
 // Listen registers f to be called with the events of all layers; see [Lattice.Listen].
 func (n *Network) Listen(f func(Event)) (stop func(), err error) {
-	if f == nil {
-		return nil, fmt.Errorf("state.Listen: %w: f is nil, want a function", ErrArgument)
-	}
 	return n.outbox.Listen(f), nil
 }
 

@@ -444,10 +444,6 @@ func (n *Network) Obey(commands ...Command) error {
 // answer to all commands submitted here, and ApplyShared returns it.
 func (n *Network) ApplyShared(exchange func(own [][]Command) (all [][]Command,
 	at int, err error)) error {
-	if exchange == nil {
-		return fmt.Errorf("state.ApplyShared: %w: exchange is nil", ErrArgument)
-	}
-
 	waiting := n.queue.take(false)
 	own := make([][]Command, len(waiting))
 	for i, s := range waiting {

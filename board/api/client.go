@@ -139,9 +139,6 @@ func (c *Client) order(ctx context.Context, run, path string, body any) error {
 // ends.
 func (c *Client) Follow(ctx context.Context, run string, controller state.Controller,
 	refused func(state.Command, error)) error {
-	if controller == nil {
-		return errors.New("board/api: Follow: the controller is nil")
-	}
 	for epoch := 0; ; {
 		r, err := c.Run(ctx, run)
 		if err != nil {

@@ -77,10 +77,6 @@ func (g *group) wordCount() int { return slots * g.Size() * wordKinds }
 // ranks must call New, and all get the same kind of group.
 func New(ctx context.Context, w *comm.World, d Device, base comm.Group) (g comm.Group, why error,
 	err error) {
-	if ctx == nil || w == nil || d == nil || base == nil {
-		return nil, nil, errors.New("direct: New: the context, the world, the device or the group " +
-			"is nil")
-	}
 	if err := w.Err(); err != nil {
 		return nil, nil, err
 	}

@@ -222,10 +222,6 @@ func (c *calls) checkPair(name string, count int, t comm.Type, peer int) error {
 
 // Batch runs the collectives that f calls as one operation.
 func (g *Group) Batch(f func(c comm.Collectives) error) error {
-	if g.device == nil || f == nil {
-		return comm.ErrZero
-	}
-
 	c := &calls{g: g}
 	if err := f(c); err != nil {
 		return err
@@ -394,26 +390,16 @@ func (g *Group) await(rank int, turn uint64, want header) ([]byte, error) {
 
 // Alloc allocates memory of the device.
 func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
-	if g.device == nil {
-		return 0, comm.ErrZero
-	}
 	return g.device.Alloc(bytes)
 }
 
 // Free frees memory.
 func (g *Group) Free(p comm.Ptr) error {
-	if g.device == nil {
-		return comm.ErrZero
-	}
 	return g.device.Free(p)
 }
 
 // Register registers memory.
 func (g *Group) Register(p comm.Ptr, bytes int) (comm.Registration, error) {
-	if g.device == nil {
-		return 0, comm.ErrZero
-	}
-
 	if _, err := g.device.Bytes(p, bytes); err != nil {
 		return 0, err
 	}
@@ -458,10 +444,7 @@ func (g *Group) end(cause error) {
 		return
 	}
 
-	if g.cause = cause; g.device == nil {
-		return
-	}
-
+	g.cause = cause
 	g.changed.Broadcast()
 	for _, p := range g.peers {
 		if p != nil {

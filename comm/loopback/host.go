@@ -2,7 +2,6 @@ package loopback
 
 import (
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"math"
 	"slices"
@@ -112,10 +111,6 @@ func (h *Host) Enqueue(s comm.Stream, work func() error) error {
 
 	if h.err != nil {
 		return h.err
-	}
-
-	if h.streams == nil {
-		return errors.New("loopback: the device is a zero value: make one with NewHost")
 	}
 
 	q := h.streams[s]

@@ -196,10 +196,6 @@ func (g *Group) lost(p *peer, err error) {
 
 // New connects all ranks of a world. Every rank must call it.
 func New(ctx context.Context, w *comm.World, d Device) (*Group, error) {
-	if ctx == nil || w.Size() == 0 || d == nil {
-		return nil, errors.New("loopback: New: the context, the world or the device is nil")
-	}
-
 	g := &Group{world: w, device: d, peers: make([]*peer, w.Size()),
 		registrations: map[comm.Registration]bool{}}
 	g.Singles, g.changed.L = comm.NewSingles(g.Batch), &g.mu

@@ -131,17 +131,11 @@ func (g *Group) live() (uintptr, error) {
 	if g.cause != nil {
 		return 0, g.cause
 	}
-	if g.api == nil {
-		return 0, comm.ErrZero
-	}
 	return g.handle, nil
 }
 
 // Batch runs the collectives that f calls as one operation.
 func (g *Group) Batch(f func(c comm.Collectives) error) error {
-	if g.api == nil || f == nil {
-		return comm.ErrZero
-	}
 	l := &list{g: g}
 	if err := f(l); err != nil {
 		return err
@@ -259,10 +253,6 @@ func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
 		return 0, fmt.Errorf("nccl: allocation of %d bytes: want at least 1", bytes)
 	}
 
-	if g.api == nil {
-		return 0, comm.ErrZero
-	}
-
 	var p uintptr
 	err := g.device.Do(func() error {
 		return g.api.check(fmt.Sprintf("ncclMemAlloc of %d bytes", bytes), 0,
@@ -273,9 +263,6 @@ func (g *Group) Alloc(bytes int) (comm.Ptr, error) {
 
 // Free frees memory.
 func (g *Group) Free(p comm.Ptr) error {
-	if g.api == nil {
-		return comm.ErrZero
-	}
 	return g.device.Do(func() error {
 		return g.api.check("ncclMemFree", 0, g.api.MemFree(uintptr(p)))
 	})
@@ -354,10 +341,6 @@ func (g *Group) end(cause error, free func(uintptr) result) error {
 
 // Close frees the group.
 func (g *Group) Close() error {
-	if g.api == nil {
-		return nil
-	}
-
 	err := g.end(errLeft, g.api.CommDestroy)
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -64,10 +64,6 @@ func Run(d *cudaops.Device, names []string, report func(Measurement) error) (err
 		}
 	}()
 
-	if d == nil || report == nil {
-		return errors.New("the device or report is nil")
-	}
-
 	benchmarks, err := selectBenchmarks(names)
 	if err != nil {
 		return err

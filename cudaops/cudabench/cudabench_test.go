@@ -127,7 +127,3 @@ func TestLaunches(t *testing.T) {
 
 	require.Len(t, seen, 86)
 }
-
-func TestRefusals(t *testing.T) {
-	require.ErrorContains(t, Run(nil, nil, nil), "cudabench.Run: the device or report is nil")
-}

@@ -2,7 +2,6 @@ package optime
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -233,10 +232,6 @@ const (
 // WriteTrace writes the step in Chrome's trace-event format, which https://ui.perfetto.dev and
 // chrome://tracing display: the GPU's kernels with their ops and layers, and the program's calls.
 func (p *Profile) WriteTrace(w io.Writer) error {
-	if w == nil {
-		return errors.New("Profile.WriteTrace: the writer is nil")
-	}
-
 	kernels, graphs := p.Busy()
 	trace := struct {
 		Unit   string         `json:"displayTimeUnit"`

@@ -37,13 +37,6 @@ type Order2 struct {
 // of bytes read so far. It returns an error if reading fails or if r holds fewer than 3 bytes. If ctx is
 // done, the error wraps the cause. The counts are 32-bit and saturate.
 func TrainOrder2(ctx context.Context, r io.Reader, progress func(read int64)) (*Order2, error) {
-	switch {
-	case ctx == nil:
-		return nil, fmt.Errorf("baseline: TrainOrder2: %w", errNoContext)
-	case r == nil:
-		return nil, fmt.Errorf("baseline: TrainOrder2: the reader is nil")
-	}
-
 	m := new(Order2)
 	contexts := 1
 	for order := range m.counts {
@@ -132,10 +125,6 @@ func (m *Order2) probability(a1, a2, b byte) float64 {
 // returns an error if the text is shorter than 2 bytes or if m was not created by [TrainOrder2]. If ctx
 // is done, the error wraps the cause.
 func (m *Order2) BitsPerByte(ctx context.Context, text []byte) (float64, error) {
-	if ctx == nil {
-		return 0, fmt.Errorf("baseline: Order2.BitsPerByte: %w", errNoContext)
-	}
-
 	if m == nil || m.totals[2] == nil {
 		return 0, errors.New("baseline: Order2.BitsPerByte: nothing has been counted: " +
 			"TrainOrder2 makes an Order2")
@@ -163,10 +152,6 @@ func (m *Order2) BitsPerByte(ctx context.Context, text []byte) (float64, error) 
 // original length in bytes. It returns an error if the text is empty. If ctx is done, the error wraps the
 // cause.
 func GzipBitsPerByte(ctx context.Context, text []byte) (float64, error) {
-	if ctx == nil {
-		return 0, fmt.Errorf("baseline: GzipBitsPerByte: %w", errNoContext)
-	}
-
 	if len(text) == 0 {
 		return 0, fmt.Errorf("baseline: GzipBitsPerByte: the text is empty")
 	}
@@ -192,8 +177,6 @@ func GzipBitsPerByte(ctx context.Context, text []byte) (float64, error) {
 
 	return 8 * float64(size) / float64(len(text)), nil
 }
-
-var errNoContext = errors.New("the context is nil, want one such as context.Background()")
 
 // pause is the number of bytes between two checks of the context.
 const pause = 1 << 18

@@ -129,9 +129,6 @@ func WithMaxBytes(n int64) Option {
 func Open(path string, options ...Option) (*Corpus, error) {
 	c := config{heldOut: 0.05}
 	for _, o := range options {
-		if o == nil {
-			return nil, errors.New("data: Open: an option is nil")
-		}
 		if err := o(&c); err != nil {
 			return nil, fmt.Errorf("data: Open: %w", err)
 		}

@@ -14,38 +14,9 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
-// TestNil checks that each constructor returns an error for a nil argument.
-func TestNil(t *testing.T) {
-	second := func(_ any, err error) error { return err }
-	for name, err := range map[string]error{
-		"NewLoader":          second(NewLoader(nil, LoaderConfig{Batch: 1, Seq: 1})),
-		"Open option":        second(Open(".", nil)),
-		"Tokenize text":      second(Tokenize(t.Context(), nil, tokenizer.Bytes{})),
-		"Tokenize tokenizer": second(Tokenize(t.Context(), &Text{}, nil)),
-		"NewEvaluation":      second(NewEvaluation([]byte("abc"), nil, 1, 1)),
-		"Sample":             second((*Text)(nil).Sample(1)),
-	} {
-		require.ErrorContains(t, err, "nil", name)
-	}
-
-	require.Nil(t, (*Loader)(nil).Tokens())
-}
-
-// TestZeroValues checks that zero values return errors that name the constructor, and that nothing
-// panics.
+// TestZeroValues checks that zero values are empty.
 func TestZeroValues(t *testing.T) {
-	_, err := new(Loader).Next()
-	require.ErrorContains(t, err, "NewLoader makes one")
-	err = new(Loader).SetState(LoaderState{})
-	require.ErrorContains(t, err, "SetState: the loader is nil")
-	for _, l := range []*Loader{nil, {}} {
-		require.False(t, l.KnowsDocuments())
-		require.Zero(t, l.Config())
-		require.Zero(t, l.State())
-		require.Zero(t, l.InUse())
-	}
-
-	err = new(TokenFile).ReadTokens(make([]int, 1), 1)
+	err := new(TokenFile).ReadTokens(make([]int, 1), 1)
 	require.ErrorContains(t, err, "tokens 1 to 2 of 0")
 	require.Error(t, new(TokenFile).Close())
 	require.Zero(t, new(Text).Size())

@@ -57,10 +57,6 @@ func NewDocumentEvaluation(documents [][]byte, tok tokenizer.Tokenizer,
 
 func newEvaluation(name string, documents [][]byte, separate bool, tok tokenizer.Tokenizer,
 	batch, seq int) (*Evaluation, error) {
-	if tok == nil {
-		return nil, fmt.Errorf("data: %s: the tokenizer is nil", name)
-	}
-
 	if err := checkBatches(batch, seq); err != nil {
 		return nil, fmt.Errorf("data: %s: %w", name, err)
 	}

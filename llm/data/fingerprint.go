@@ -20,8 +20,6 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
-var errNoContext = errors.New("the context is nil, want one such as context.Background()")
-
 // fingerprintPiece is the number of bytes one goroutine hashes at a time, so that large files are
 // hashed on all cores.
 const fingerprintPiece = 16 << 20
@@ -46,10 +44,6 @@ type fingerprinted struct {
 // is safe for concurrent use.
 func (t *Text) Fingerprint(ctx context.Context, progress func(bytes, total int64) error) (
 	string, error) {
-	if ctx == nil {
-		return "", fmt.Errorf("data: Text.Fingerprint: %w", errNoContext)
-	}
-
 	if t == nil {
 		return "", errors.New("data: Text.Fingerprint: the text is nil: Open finds some")
 	}

@@ -83,12 +83,6 @@ func TestFingerprintProgress(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, text.Size(), last)
 	require.Equal(t, value, printOf(t, text))
-
-	var none context.Context
-	_, err = text.Fingerprint(none, nil)
-	require.ErrorIs(t, err, errNoContext)
-	_, err = (*Text)(nil).Fingerprint(t.Context(), nil)
-	require.ErrorContains(t, err, "the text is nil")
 }
 
 // TestFingerprintKept checks that a fingerprint is cached once the files are old enough, and that it is

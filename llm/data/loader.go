@@ -167,15 +167,9 @@ func startsOf(t Tokens) documentStarts {
 	}
 }
 
-var errNoLoader = errors.New("the loader is nil or its zero value: NewLoader makes one")
-
 // Next returns the next batch. Its memory is reused after the next call. If Next returns an error,
 // the following call tries to read the same batch again.
 func (l *Loader) Next() (Batch, error) {
-	if l == nil || l.tokens == nil {
-		return Batch{}, fmt.Errorf("data: Loader.Next: %w", errNoLoader)
-	}
-
 	if l.ahead == nil {
 		l.readAhead()
 	}
@@ -253,27 +247,18 @@ func (s *LoaderState) key() uint64 { return splitmix.Mix(splitmix.Mix(s.Seed) + 
 // overflow.
 const maxEpoch = 1 << 62
 
-// Tokens returns the tokens that the loader reads. It returns nil if l was not created by NewLoader.
+// Tokens returns the tokens that the loader reads.
 func (l *Loader) Tokens() Tokens {
-	if l == nil {
-		return nil
-	}
 	return l.tokens
 }
 
 // VocabSize returns the size of the vocabulary of the tokens.
 func (l *Loader) VocabSize() int {
-	if l == nil || l.tokens == nil {
-		return 0
-	}
 	return l.tokens.VocabSize()
 }
 
 // Tokenizer identifies the tokenizer of the tokens, like their method of that name.
 func (l *Loader) Tokenizer() string {
-	if l == nil || l.tokens == nil {
-		return ""
-	}
 	return l.tokens.Tokenizer()
 }
 
@@ -311,10 +296,6 @@ func (l *Loader) State() (s LoaderState) {
 // the state belongs to other data, in which case the error wraps ErrChanged. After an error, the
 // loader is unchanged.
 func (l *Loader) SetState(s LoaderState) error {
-	if l == nil || l.tokens == nil {
-		return fmt.Errorf("data: Loader.SetState: %w", errNoLoader)
-	}
-
 	if s.Data != l.state.Data {
 		return fmt.Errorf("data: Loader.SetState: %w: the state's fingerprint is %q, that of the "+
 			"tokens is %q", ErrChanged, s.Data, l.state.Data)

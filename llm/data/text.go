@@ -148,10 +148,6 @@ const sampleBlock = 64 << 10
 // blocks of 64 KiB spread evenly over the text. The sample depends only on the text and the limit, so
 // several methods can be scored on the same one.
 func (t *Text) Sample(limit int) ([]byte, error) {
-	if t == nil {
-		return nil, errors.New("data: Text.Sample: the text is nil: Open finds some")
-	}
-
 	if limit < 1 {
 		return nil, fmt.Errorf("data: Text.Sample: the limit is %d bytes, want at least 1", limit)
 	}

@@ -89,14 +89,6 @@ func CacheTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tok
 // [Text.Fingerprint]) or another tokenizer. OpenTokens also returns an error if ctx is done.
 func OpenTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer) (
 	*TokenFile, error) {
-	if ctx == nil {
-		return nil, fmt.Errorf("data: OpenTokens: %w", errNoContext)
-	}
-
-	if text == nil || tok == nil {
-		return nil, errors.New("data: OpenTokens: text and tokenizer must not be nil")
-	}
-
 	f, size, err := regular.Open(path)
 	if err != nil {
 		return nil, fmt.Errorf("data: OpenTokens: %w", err)
@@ -270,14 +262,6 @@ func (t *TokenFile) Close() error { return t.f.Close() }
 // WriteTokens stops if progress returns an error or ctx is done.
 func WriteTokens(ctx context.Context, path string, text *Text, tok tokenizer.Tokenizer,
 	progress func(bytes, total int64) error) error {
-	if ctx == nil {
-		return fmt.Errorf("data: WriteTokens: %w", errNoContext)
-	}
-
-	if text == nil || tok == nil {
-		return errors.New("data: WriteTokens: text and tokenizer must not be nil")
-	}
-
 	header, err := newTokenHeader(ctx, text, tok)
 	if err != nil {
 		return fmt.Errorf("data: WriteTokens: %w", err)

@@ -36,14 +36,6 @@ type Tokens interface {
 // has already computed it. It returns an error if the text cannot be read, if the tokenizer produces
 // an id outside its vocabulary, or if ctx is done.
 func Tokenize(ctx context.Context, text *Text, tok tokenizer.Tokenizer) (Tokens, error) {
-	if ctx == nil {
-		return nil, fmt.Errorf("data: Tokenize: %w", errNoContext)
-	}
-
-	if text == nil || tok == nil {
-		return nil, fmt.Errorf("data: Tokenize: text and tokenizer must not be nil")
-	}
-
 	fingerprint, err := text.Fingerprint(ctx, nil)
 	if err != nil {
 		return nil, fmt.Errorf("data: Tokenize: %w", err)

@@ -3,7 +3,6 @@ package gpu
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 
 	"gorgonia.org/gorgonia"
@@ -53,10 +52,6 @@ func LoadAdapted(ctx context.Context, device *cudaops.Device, precision cudaops.
 
 func load(ctx context.Context, device *cudaops.Device, precision cudaops.Precision, c llm.Config,
 	w Weights, set *llm.AdapterSet, opts []cudaops.MachineOption) (*llm.Inference, error) {
-	if ctx == nil || w == nil {
-		return nil, errors.New("the context or the source of the weights is nil")
-	}
-
 	if err := c.Check(); err != nil {
 		return nil, err
 	}
@@ -114,10 +109,6 @@ func draws(g *llm.Graph) []cudaops.MachineOption {
 // memory.
 func NewBatcher(device *cudaops.Device, precision cudaops.Precision, c llm.Config, i *llm.Inference,
 	o llm.BatcherOptions) (*llm.Batcher, error) {
-	if device == nil {
-		return nil, errors.New("llm/gpu: NewBatcher: the device is nil")
-	}
-
 	if o.Tokens == 0 {
 		free, _, err := device.Memory()
 		if err != nil {

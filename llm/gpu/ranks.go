@@ -27,10 +27,6 @@ import (
 // Join. The team takes ownership of the world, which Join closes if it returns an error. The device must stay
 // open until the team is closed.
 func Join(ctx context.Context, w *comm.World, device *cudaops.Device) (*parallel.Team, error) {
-	if ctx == nil || w == nil || device == nil {
-		return nil, errors.New("llm/gpu: Join: the context, the world or the device is nil")
-	}
-
 	g, err := nccl.New(ctx, w, device)
 	if err != nil {
 		return nil, fmt.Errorf("llm/gpu: %w", abandon(w, err))

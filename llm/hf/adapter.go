@@ -127,9 +127,6 @@ func AdapterBase(dir string) (string, error) {
 }
 
 func loadAdapter(ctx context.Context, dir string, base *llm.Model, like *Folder) (*llm.Model, error) {
-	if base == nil {
-		return nil, errors.New("the model is nil, want the one that the adapters belong to")
-	}
 	a, err := readAdapter(ctx, dir, base.Config, base.Dtype(), like)
 	if err != nil {
 		return nil, err
@@ -152,10 +149,6 @@ func ReadAdapter(ctx context.Context, dir string, f *Folder) (*llm.Adapter, erro
 
 func readAdapter(ctx context.Context, dir string, config llm.Config, dt tensor.Dtype, like *Folder) (*llm.Adapter,
 	error) {
-	if ctx == nil {
-		return nil, errors.New("the context is nil, want one such as context.Background()")
-	}
-
 	c, err := readAdapterConfig(dir)
 	if err != nil {
 		return nil, err
@@ -442,9 +435,6 @@ func AdapterWeights(dir string) (t cpuops.WeightType, err error) {
 func newSaving(opts []SaveOption) (*saving, error) {
 	s := &saving{shard: shardBytes, files: map[string][]byte{}}
 	for _, opt := range opts {
-		if opt == nil {
-			return nil, errors.New("an option is nil")
-		}
 		opt(s)
 	}
 	return s, s.err
@@ -454,10 +444,6 @@ func saveAdapter(ctx context.Context, dir, base string, m *llm.Model, opts []Sav
 	s, err := newSaving(opts)
 	if err != nil {
 		return err
-	}
-
-	if ctx == nil {
-		return errors.New("the context is nil, want one such as context.Background()")
 	}
 
 	done, err := m.Current()

@@ -332,25 +332,6 @@ func TestOldConfig(t *testing.T) {
 	require.Equal(t, open(t, "llama2").Config, f.Config)
 }
 
-// TestZeroFolder checks that methods of a zero Folder return an error that refers to Open.
-func TestZeroFolder(t *testing.T) {
-	var f Folder
-	require.ErrorContains(t, f.Read(t.Context(), "x", func([]byte, string) error { return nil }),
-		"want one that Open returns")
-	require.Empty(t, f.Tensors())
-	_, err := f.Load(t.Context())
-	require.ErrorContains(t, err, "want one that Open returns")
-	_, err = open(t, "llama2").Load(t.Context(), nil)
-	require.ErrorContains(t, err, "an option is nil")
-	require.ErrorContains(t, SavePretrained(t.Context(), t.TempDir(), nil, nil), "an option is nil")
-	for _, m := range []*llm.Model{nil, new(llm.Model)} {
-		_, err := Plain(m)
-		require.ErrorContains(t, err, "the model is nil or its zero value")
-	}
-
-	require.NoError(t, f.Close())
-}
-
 // TestGeneration checks that the fields of generation_config.json are read or rejected.
 func TestGeneration(t *testing.T) {
 	dir := copyOf(t, "llama2")

@@ -54,21 +54,9 @@ func Load(ctx context.Context, dir string, opts ...LoadOption) (*llm.Model, erro
 // model's memory, and so needs little memory beyond the model's own. If a weight is NaN or infinite,
 // Load returns an error that wraps llm.ErrDiverged.
 func (f *Folder) Load(ctx context.Context, opts ...LoadOption) (*llm.Model, error) {
-	if ctx == nil {
-		return nil,
-			errors.New("hf: Load: the context is nil, want one such as context.Background()")
-	}
-
 	var l loading
 	for _, opt := range opts {
-		if opt == nil {
-			return nil, errors.New("hf: Load: an option is nil")
-		}
 		opt(&l)
-	}
-
-	if f.weights == nil {
-		return nil, errors.New("hf: Load: the folder is its zero value, want one that Open returns")
 	}
 
 	c, err := l.config(f.Config)
@@ -144,11 +132,6 @@ func (w *weights) bytes(c llm.Config) (total int64) {
 // wraps llm.ErrDiverged.
 func (f *Folder) Read(ctx context.Context, name string,
 	put func(part []byte, dtype string) error) error {
-	if ctx == nil || put == nil || f.weights == nil {
-		return errors.New("hf: Folder.Read: the context or the function is nil, or the folder its " +
-			"zero value: want one that Open returns")
-	}
-
 	err := f.weights.pieces(ctx, name, func(part []byte, t safetensors.DType) error {
 		return put(part, dtypeNames[t])
 	})

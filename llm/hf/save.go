@@ -104,9 +104,6 @@ func WithSaveProgress(f func(done, total int64)) SaveOption {
 func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveOption) error {
 	s := &saving{shard: shardBytes, files: map[string][]byte{}}
 	for _, opt := range opts {
-		if opt == nil {
-			return errors.New("hf: SavePretrained: an option is nil")
-		}
 		opt(s)
 	}
 
@@ -122,9 +119,6 @@ func SavePretrained(ctx context.Context, dir string, m *llm.Model, opts ...SaveO
 func CheckSave(c llm.Config, opts ...SaveOption) error {
 	s := &saving{shard: shardBytes, files: map[string][]byte{}}
 	for _, opt := range opts {
-		if opt == nil {
-			return errors.New("hf: CheckSave: an option is nil")
-		}
 		opt(s)
 	}
 
@@ -147,11 +141,8 @@ func CheckSave(c llm.Config, opts ...SaveOption) error {
 }
 
 func (s *saving) save(ctx context.Context, dir string, m *llm.Model) (err error) {
-	switch {
-	case s.err != nil:
+	if s.err != nil {
 		return s.err
-	case ctx == nil:
-		return errors.New("the context is nil, want one such as context.Background()")
 	}
 
 	done, err := m.Current()

@@ -329,17 +329,3 @@ func TestOtherBinary(t *testing.T) {
 	require.Contains(t, out.text.String(), `the program's binary differs: "`)
 	require.Contains(t, out.text.String(), `"older" at rank 1`)
 }
-
-// TestZeroTeam checks that methods of a zero Team return an error that refers to the constructors.
-func TestZeroTeam(t *testing.T) {
-	var team parallel.Team
-	second := func(_ any, err error) error { return err }
-	for _, err := range []error{team.Agree(nil), second(team.Exchange(nil)), team.InTurn(
-		func() error { return nil }), second(team.Engine(nil, nil, llm.TrainConfig{}))} {
-		require.ErrorContains(t, err, "want one that Join or Meet returns")
-	}
-	require.Error(t, team.Progress())
-	require.Error(t, second(team.Batches(nil, nil, 1, nil)))
-	require.Zero(t, team.Rank()+team.Size())
-	require.NoError(t, team.Close(nil))
-}

@@ -3,7 +3,6 @@ package parallel
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -60,10 +59,6 @@ func (t *Team) First() bool { return t == nil || t.Rank() == 0 }
 // InTurn calls f on rank 0 first and then on all other ranks, which can use the files written by rank
 // 0. If f fails on rank 0, it is not called on other ranks. Without a team, InTurn just calls f.
 func (t *Team) InTurn(f func() error) error {
-	if f == nil {
-		return errors.New("parallel: InTurn: the function is nil")
-	}
-
 	if t == nil {
 		return f()
 	}

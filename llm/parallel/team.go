@@ -38,9 +38,6 @@ func (t *Team) TakePairs() op.PreferenceFigures {
 // Join connects the ranks of a world on the CPUs of one host. All ranks must call it. The team takes
 // ownership of the world, which Join closes if it returns an error.
 func Join(ctx context.Context, w *comm.World) (*Team, error) {
-	if ctx == nil || w == nil {
-		return nil, errors.New("parallel: Join: the context or the world is nil")
-	}
 	host := loopback.NewHost()
 	g, err := loopback.New(ctx, w, host)
 	if err != nil {
@@ -54,9 +51,6 @@ func Join(ctx context.Context, w *comm.World) (*Team, error) {
 // On returns a team that uses an existing group, for ranks that exchange gradients in the memory of their
 // GPUs. Package llm/gpu uses it. The team takes ownership of the world and the group.
 func On(w *comm.World, g comm.Group) *Team { return newTeam(w, g, nil) }
-
-// errZero reports the use of a zero Team.
-var errZero = errors.New("parallel: the team is its zero value, want one that Join or Meet returns")
 
 func newTeam(w *comm.World, g comm.Group, host *loopback.Host) *Team {
 	t := &Team{world: w, group: g, host: host}
@@ -84,10 +78,6 @@ func (t *Team) Size() int { return t.world.Size() }
 //
 // An error that wraps [llm.ErrStopped] is no failure, because all ranks stop after the same step.
 func (t *Team) Close(failure error) error {
-	if t.world == nil {
-		return nil
-	}
-
 	if errors.Is(failure, llm.ErrStopped) {
 		failure = nil
 	}
@@ -116,10 +106,6 @@ func (t *Team) Close(failure error) error {
 // Agree returns err if it is not nil, and otherwise the error of the lowest rank that passed one. All ranks
 // must call it.
 func (t *Team) Agree(err error) error {
-	if t.world == nil {
-		return errors.Join(err, errZero)
-	}
-
 	// An empty message means no error. The mark precedes every error, because its text may be empty.
 	const mark = "!"
 	message := ""
@@ -170,7 +156,7 @@ func (t *Team) Progress() error { return t.progress() }
 // returns nil if next is nil.
 func (t *Team) Drawing(next func(ctx context.Context, tokens []int) (any, error)) func(
 	ctx context.Context, tokens []int) (any, error) {
-	if t == nil || t.world == nil || next == nil {
+	if t == nil || next == nil {
 		return next
 	}
 	return func(ctx context.Context, tokens []int) (any, error) {
@@ -195,10 +181,6 @@ func (t *Team) Group() comm.Group { return t.group }
 
 // exchange sends a value to all ranks and returns the values of all ranks.
 func (t *Team) exchange(value []byte) ([][]byte, error) {
-	if t.world == nil {
-		return nil, errZero
-	}
-
 	if t.Size() == 1 {
 		return [][]byte{value}, t.blame(t.world.Err())
 	}

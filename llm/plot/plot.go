@@ -43,9 +43,6 @@ func WithLogSteps() CurveOption {
 func LossCurve(path, logPath string, options ...CurveOption) llm.Callback {
 	var c lossCurve
 	for _, o := range options {
-		if o == nil {
-			return func(llm.Event) error { return errors.New("plot: LossCurve: an option is nil") }
-		}
 		o(&c)
 	}
 	return c.callback(path, logPath)

@@ -279,11 +279,6 @@ func xs(c curve) []float64 {
 	return xs
 }
 
-func TestNilOption(t *testing.T) {
-	err := LossCurve("x", "", nil)(llm.Event{Kind: llm.RunStart})
-	require.ErrorContains(t, err, "plot: LossCurve: an option is nil")
-}
-
 // TestUnwritablePath checks that a run fails before its first step if the picture cannot be written.
 func TestUnwritablePath(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file") // not a directory

@@ -240,10 +240,6 @@ func (s *Sampler) Top() []TokenProb { return s.top }
 // Draw returns the id of the next token without modifying the logits. A logit of -Inf rules a token out.
 // If a logit is NaN or +Inf, or all are -Inf, Draw returns an error and the sampler's state doesn't change.
 func Draw[T float32 | float64](s *Sampler, logits []T) (int, error) {
-	if s == nil {
-		return 0, fmt.Errorf("sampler: Draw: the sampler is nil")
-	}
-
 	if v := s.config.Vocab; v > 0 && v < len(logits) {
 		logits = logits[:v]
 	}
@@ -381,9 +377,6 @@ func (s *Sampler) State() ([]byte, error) {
 
 // SetState restores a state returned by State.
 func (s *Sampler) SetState(state []byte) error {
-	if s == nil {
-		return errors.New("sampler: Sampler.SetState: the sampler is nil: New makes one")
-	}
 	restored := new(rand.PCG)
 	if err := restored.UnmarshalBinary(state); err != nil {
 		return fmt.Errorf("sampler: Sampler.SetState: %w", err)

@@ -383,14 +383,6 @@ type Text interface {
 // early if a text has too few pairs. Canceling the context ends the training.
 func LoadOrTrainBPE(ctx context.Context, path string, text Text, vocab, sample int,
 	progress func(merges, total int) error) (*BPE, error) {
-	if ctx == nil {
-		return nil, errors.New("tokenizer: LoadOrTrainBPE: the context must not be nil")
-	}
-
-	if text == nil {
-		return nil, errors.New("tokenizer: LoadOrTrainBPE: text must not be nil")
-	}
-
 	b, err := LoadBPE(path)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):

@@ -181,9 +181,6 @@ func TestTrainBPEErrors(t *testing.T) {
 			require.ErrorIs(t, err, c.err)
 		}
 	}
-
-	_, err := TrainBPE(t.Context(), nil, 300, nil)
-	require.Error(t, err, "no reader")
 }
 
 func TestPieces(t *testing.T) {

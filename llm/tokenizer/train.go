@@ -22,17 +22,9 @@ import (
 // context stops the training.
 func TrainBPE(ctx context.Context, text io.Reader, vocab int,
 	progress func(merges, total int) error) (*BPE, error) {
-	if ctx == nil {
-		return nil, errors.New("tokenizer: TrainBPE: the context must not be nil")
-	}
-
 	if vocab < 257 || vocab > maxVocab {
 		return nil, fmt.Errorf("tokenizer: TrainBPE: the vocabulary is %d, want 257 to %d: 256 "+
 			"bytes, the end of a document, and merges", vocab, maxVocab)
-	}
-
-	if text == nil {
-		return nil, errors.New("tokenizer: TrainBPE: text must not be nil")
 	}
 
 	merges, err := findMerges(ctx, text, vocab, cutter{nextPiece, maxPiece}, progress)
@@ -54,15 +46,9 @@ func TrainBPE(ctx context.Context, text io.Reader, vocab int,
 // divisions used by published models.
 func Merges(ctx context.Context, text io.Reader, vocab int, next func(text []byte) int,
 	progress func(merges, total int) error) ([][2]int, error) {
-	switch {
-	case ctx == nil:
-		return nil, errors.New("tokenizer: Merges: the context must not be nil")
-	case vocab < 257 || vocab > maxVocab:
-		return nil,
-			fmt.Errorf("tokenizer: Merges: the vocabulary is %d, want 257 to %d: 256 bytes, the "+
-				"end of a document, and merges", vocab, maxVocab)
-	case text == nil || next == nil:
-		return nil, errors.New("tokenizer: Merges: text and next must not be nil")
+	if vocab < 257 || vocab > maxVocab {
+		return nil, fmt.Errorf("tokenizer: Merges: the vocabulary is %d, want 257 to %d: 256 bytes, the "+
+			"end of a document, and merges", vocab, maxVocab)
 	}
 
 	found, err := findMerges(ctx, text, vocab, cutter{next, 64 << 10}, progress)

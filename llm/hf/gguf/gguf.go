@@ -107,10 +107,6 @@ func Save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 // because llama.cpp lacks its architecture or the folder's tokenizer. Long runs call Check before
 // their first step.
 func Check(f *hf.Folder, c llm.Config, t Type) error {
-	if f == nil {
-		return errors.New("gguf: the folder is nil, want one that hf.Open returns")
-	}
-
 	if _, known := fileTypes[t]; !known {
 		return fmt.Errorf("gguf: the type is %d, want F32, F16, BF16 or Q80", t)
 	}
@@ -133,12 +129,7 @@ func Check(f *hf.Folder, c llm.Config, t Type) error {
 
 func save(ctx context.Context, path string, f *hf.Folder, m *llm.Model, t Type,
 	progress func(done, total int64)) error {
-	switch _, known := fileTypes[t]; {
-	case ctx == nil:
-		return errors.New("the context is nil, want one such as context.Background()")
-	case f == nil:
-		return errors.New("the folder is nil, want one that hf.Open returns")
-	case !known:
+	if _, known := fileTypes[t]; !known {
 		return fmt.Errorf("the type is %d, want F32, F16, BF16 or Q80", t)
 	}
 

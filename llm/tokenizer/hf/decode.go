@@ -166,9 +166,6 @@ func (d *Decoder) Prime(ids []int) error {
 
 // Flush returns the bytes that were held back and starts a new text.
 func (d *Decoder) Flush() []byte {
-	if d.t == nil {
-		return nil
-	}
 	d.out = append(d.out[:0], d.held...)
 	out := d.stripped(d.out)
 	*d = Decoder{t: d.t, special: d.special, strip: d.t.decoding.strip, held: d.held[:0],

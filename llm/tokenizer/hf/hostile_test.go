@@ -211,22 +211,6 @@ func TestUnknownIDs(t *testing.T) {
 	}
 }
 
-// TestZeroTokenizer checks that a zero Tokenizer knows no tokens.
-func TestZeroTokenizer(t *testing.T) {
-	var tok Tokenizer
-	_, err := tok.Decode([]int{0})
-	require.ErrorContains(t, err, "its zero value")
-	_, err = new(Decoder).Next(0)
-	require.ErrorContains(t, err, "its zero value")
-	require.Empty(t, new(Decoder).Flush())
-	require.Empty(t, slices.Concat(tok.Encode([]byte("a")), tok.EncodeOrdinary([]byte("a")),
-		tok.EncodeWhole([]byte("a"))))
-	_, known := tok.ID("a")
-	_, stands := tok.Token(0)
-	require.False(t, known || stands)
-	require.Zero(t, tok.VocabSize())
-}
-
 // TestInvalidUTF8ComesBack checks that invalid UTF-8, which Rust's tokenizers don't accept, survives
 // encoding and decoding.
 func TestInvalidUTF8ComesBack(t *testing.T) {

@@ -312,9 +312,6 @@ func (t *Tokenizer) Name() string { return t.name }
 
 // VocabSize returns the largest id plus one. Some smaller ids may be unused.
 func (t *Tokenizer) VocabSize() int {
-	if t.model == nil {
-		return 0
-	}
 	return len(t.model.tokens)
 }
 
@@ -332,9 +329,6 @@ func (t *Tokenizer) Affixes() (before, after []int) {
 
 // ID returns the id of a token, given as written in the file, such as "<|im_end|>".
 func (t *Tokenizer) ID(token string) (int, bool) {
-	if t.model == nil {
-		return 0, false
-	}
 	if id, ok := t.model.find(token); ok {
 		return int(id), true
 	}
@@ -356,14 +350,10 @@ func (t *Tokenizer) IsSpecial(id int) bool { return t.special[id] }
 // isGap reports whether an id within the vocabulary is unused. Models can generate such ids. As in
 // Rust's tokenizers, they add nothing to a text.
 func (t *Tokenizer) isGap(id int) bool {
-	return t != nil && t.model != nil && id >= 0 && id < len(t.model.tokens) && !t.model.tokens[id].ok
+	return id >= 0 && id < len(t.model.tokens) && !t.model.tokens[id].ok
 }
 
 func (t *Tokenizer) check(id int) error {
-	if t == nil || t.model == nil {
-		return errors.New("the tokenizer is its zero value, want one that Load, Parse or Train " +
-			"returns")
-	}
 	if id < 0 || id >= len(t.model.tokens) || !t.model.tokens[id].ok {
 		return fmt.Errorf("id %d is not a token of the vocabulary [0, %d)", id,
 			len(t.model.tokens))
@@ -401,10 +391,6 @@ func (t *Tokenizer) EncodeWhole(text []byte) []int {
 }
 
 func (t *Tokenizer) encode(text []byte, ordinary bool) []int {
-	if t.model == nil {
-		return nil
-	}
-
 	e := t.encoders.Get().(*encoder)
 	defer t.encoders.Put(e)
 	e.ids = make([]int, 0, len(text)/3)
