@@ -41,8 +41,6 @@ func (g *Generator) Embed(ctx context.Context, texts [][]int, p Pooling) ([][]fl
 	switch {
 	case g == nil || g.embed == nil:
 		return nil, errors.New("llm: Embed: the generator is not one of a Batcher")
-	case ctx == nil:
-		return nil, fmt.Errorf("llm: Embed: %w", errNoContext)
 	case p > LastPooling:
 		return nil, fmt.Errorf("llm: Embed: there is no pooling %d", p)
 	}
