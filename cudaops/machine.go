@@ -53,6 +53,42 @@ type Machine struct {
 	sent   gpu.Event               // recorded once the inputs of the last run have left their staging memory
 	filled map[*gorgonia.Node]bool // attentions with a cache filled by Keep
 	draws  *draws                  // nil without WithDraws
+
+	runs *sharedRuns // nil if no machine shares the memory of the runs
+}
+
+// sharedRuns describes the memory of the runs of several machines.
+type sharedRuns struct{ last *Machine } // the machine that ran last
+
+// hasValues returns an error if the run of another machine has overwritten the values of the last run.
+func (m *Machine) hasValues() error {
+	if m.runs == nil || m.runs.last == m {
+		return nil
+	}
+	return errors.New("another machine has run in the same memory since (see WithSharedRuns): run this machine again")
+}
+
+// enterRuns waits until the machine may use the memory of its runs.
+func (m *Machine) enterRuns() error {
+	if m.runs == nil || m.runs.last == m {
+		return nil
+	}
+
+	last := m.runs.last.runner
+	m.runs.last = m
+	if last.State.Closed() {
+		return nil
+	}
+	return m.device.ctx.SyncStream(last.Stream)
+}
+
+// borrowsRuns reports whether the machine uses the memory of the runs of the machine that shares its parameters.
+func (m *Machine) borrowsRuns(p *program.Program) bool {
+	if !m.config.sharesRuns {
+		return false
+	}
+	other := m.config.share.runner.Program
+	return p.Arena <= other.Arena && len(p.Kasmina)+len(other.Kasmina) == 0
 }
 
 // annotate adds the method's name to the error that it returns.
@@ -125,6 +161,13 @@ func newExecutor(d *Device, c *machineConfig) (x *run.Executor, err error) {
 
 	if c.single {
 		x.Workspace = d.workspace
+	}
+	if c.sharesRuns {
+		owner := c.share.runner
+		if err := d.ctx.SyncStream(owner.Stream); err != nil { // it may be using the workspace
+			return nil, err
+		}
+		x.Workspace = owner.Workspace
 	}
 
 	if x.Stream == 0 {
@@ -242,7 +285,8 @@ func (m *Machine) load(p *program.Program) (err error) {
 		b.Sharers++
 	}
 
-	if err := memory.Fits(p); err != nil {
+	borrows := m.borrowsRuns(p)
+	if err := memory.Fits(p, borrows); err != nil {
 		return err
 	}
 
@@ -252,7 +296,16 @@ func (m *Machine) load(p *program.Program) (err error) {
 		}
 	}
 
-	if err := memory.Place(p, "a run"); err != nil {
+	if borrows {
+		owner := m.config.share
+		if owner.runs == nil {
+			owner.runs = &sharedRuns{last: owner}
+		}
+		m.runs, err = owner.runs, memory.PlaceIn(p, owner.runner.Program.Base)
+	} else {
+		err = memory.Place(p, "a run")
+	}
+	if err != nil {
 		return err
 	}
 
@@ -403,6 +456,10 @@ func (m *Machine) Run(ctx context.Context) (err error) {
 	var awaited *update.Optimizer
 	if owner != m || m.monitor != nil || m.profiler.Busy() || len(r.Program.Kasmina) > 0 {
 		awaited = owner.optimizer
+	}
+
+	if err := m.enterRuns(); err != nil {
+		return err
 	}
 
 	r.State.On(run.Begin)

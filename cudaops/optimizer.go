@@ -149,6 +149,12 @@ func applyUpdate(m *Machine, by *program.Array,
 		return 0, 0, err
 	}
 
+	if !m.config.Accumulate { // otherwise, the sums of the gradients are elsewhere
+		if err := m.hasValues(); err != nil {
+			return 0, 0, err
+		}
+	}
+
 	scale := &m.runner.Scale
 	if m.runner.Program.Scale != nil && scale.Carried != scale.Current.Scale {
 		return 0, 0, errors.New("the loss scale has changed since the last run: run the machine again")

@@ -29,6 +29,7 @@ type machineConfig struct {
 	separatelyClipped gorgonia.Nodes // subset of Params
 	read              run.Reader     // reads frozen parameters that have no value; may be nil
 	share             *Machine
+	sharesRuns        bool       // set by WithSharedRuns
 	stream            gpu.Stream // given by WithStream; 0 makes the machine create one
 	grads             Precision  // set by WithGradientPrecision
 	single            bool       // the graph consists of one op that another machine runs
@@ -83,6 +84,8 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 		return c, fmt.Errorf("WithKept: another machine has passed %s on", c.missingParam())
 	case c.kept.Ctx != d.ctx:
 		return c, errors.New("WithKept: the kept memory is on another device")
+	case c.sharesRuns && c.share == nil:
+		return c, errors.New("WithSharedRuns requires WithParamsOf")
 	case c.share != nil && c.share.device != d:
 		return c, errors.New("WithParamsOf: the other machine is on another device")
 	case c.grads != Float32 && c.Activation != gpu.BFloat16:
@@ -204,6 +207,16 @@ func WithParamsOf(other *Machine) MachineOption {
 		c.share = other
 		return nil
 	}
+}
+
+// WithSharedRuns makes a machine with [WithParamsOf] compute in the memory of the other machine's runs, if that is
+// large enough. It suits a machine that evaluates a model between training steps, which then takes no memory for
+// values.
+//
+// A run of either machine overwrites the values of the other's last run. Until the other machine has run again,
+// its Value and Update return an error if they need these values. Machines with Kasmina layers ignore the option.
+func WithSharedRuns() MachineOption {
+	return setting(func(c *machineConfig) { c.sharesRuns = true })
 }
 
 // WithOutputs keeps the values of nodes after a run, for [Machine.Value]. Nodes that no other node reads

@@ -42,6 +42,12 @@ func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 		return nil, errors.New("the machine has not run")
 	}
 
+	if in == nil && a.Buffer != nil && !a.Resident {
+		if err := m.hasValues(); err != nil {
+			return nil, err
+		}
+	}
+
 	if in != nil {
 		if in.Part != nil {
 			a = in.Copies[0].Array // holds all elements of a parameter that is divided among ranks

@@ -157,8 +157,12 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 	}
 
 	makeMachine := func(g *llm.Graph) (llm.Machine, error) {
-		return cudaops.NewMachine(b.device, g.G, append(slices.Clip(b.opts),
-			append(draws(g), cudaops.WithParamsOf(machine), cudaops.WithOutputs(g.Outputs()...))...)...)
+		opts := append(slices.Clip(b.opts), append(draws(g), cudaops.WithParamsOf(machine),
+			cudaops.WithOutputs(g.Outputs()...))...)
+		if g.Kind == llm.ForLoss {
+			opts = append(opts, cudaops.WithSharedRuns())
+		}
+		return cudaops.NewMachine(b.device, g.G, opts...)
 	}
 	name := b.name
 	if p := machine.GradientPrecision(); p != cudaops.Float32 { // the gradient precision affects the results of a run

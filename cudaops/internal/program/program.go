@@ -36,8 +36,9 @@ type Program struct {
 	Kasmina []*KasminaLayer
 	Reports *Array // telemetry of all Kasmina layers; nil if there are none
 
-	Arena int // total size in bytes of the buffers that are not resident
-	Spent int // bytes used only to save time, which a machine short of memory can give up
+	Arena int     // total size in bytes of the buffers that are not resident
+	Base  gpu.Ptr // address of the arena, once memory is allocated
+	Spent int     // bytes used only to save time, which a machine short of memory can give up
 }
 
 // Draws describes the tokens that a program draws. Params holds, as int64, the sources of Fed ids, a rule for each of

@@ -100,9 +100,13 @@ func (m *Memory) Close() error {
 	return errors.Join(errs...)
 }
 
-// Fits returns an error if a program needs more memory than is available.
-func (m *Memory) Fits(p *program.Program) error {
+// Fits returns an error if a program needs more memory than is available. It does not count an arena that
+// another program lends.
+func (m *Memory) Fits(p *program.Program, borrows bool) error {
 	need := uint64(p.Arena + p.Resident())
+	if borrows {
+		need -= uint64(p.Arena)
+	}
 	free, _, err := m.Ctx.MemInfo()
 	if err != nil {
 		return err
@@ -119,15 +123,18 @@ func (m *Memory) Fits(p *program.Program) error {
 }
 
 // Place allocates memory for a program's arena, and for all resident buffers that have none yet.
-func (m *Memory) Place(p *program.Program, what string) error {
-	var arena gpu.Ptr
-	var err error
+func (m *Memory) Place(p *program.Program, what string) (err error) {
 	if p.Arena > 0 {
-		if arena, err = m.Alloc(p.Arena, what); err != nil {
+		if p.Base, err = m.Alloc(p.Arena, what); err != nil {
 			return err
 		}
 	}
+	return m.PlaceIn(p, p.Base)
+}
 
+// PlaceIn is Place with an arena at the given address.
+func (m *Memory) PlaceIn(p *program.Program, arena gpu.Ptr) (err error) {
+	p.Base = arena
 	for _, b := range p.Buffers {
 		switch {
 		case !b.Resident:
