@@ -1,7 +1,7 @@
 // The parts of LinearLogProbs:
 //   - shapes and gradients: this file
 //   - CPU: internal/cpu/crossentropy, internal/cpu/gemm
-//   - GPU: cudaops/internal/lower/lower.go, which computes it on the host
+//   - GPU: cudaops/internal/lower/logprobs.go, with the kernels of the cross-entropy
 //   - test cases and benchmark: internal/opcase/preference.go
 
 package op

@@ -11,7 +11,7 @@ import (
 
 // linearLogProbs is an output layer with the log-probability of each row's target.
 var linearLogProbs = &Op{
-	Name: "LinearLogProbs", Host: true,
+	Name: "LinearLogProbs",
 	Cases: func(r *rand.Rand) (cases []Case) {
 		for _, s := range matrices {
 			c := linearLogProbsCase(r, s[0], s[1], s[1]+1)

@@ -151,6 +151,8 @@ func (c *compiler) lowerAll(results gorgonia.Nodes) {
 		switch o := n.Op().(type) {
 		case *op.LinearCrossEntropyGradOp:
 			c.gradients[o.Forward] = append(c.gradients[o.Forward], n)
+		case *op.LinearLogProbsGradOp:
+			c.gradients[o.Forward] = append(c.gradients[o.Forward], n)
 		case *op.SiLUMLPGradOp:
 			c.gradients[o.Forward] = append(c.gradients[o.Forward], n)
 			after = 4

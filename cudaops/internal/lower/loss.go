@@ -63,7 +63,7 @@ func outputChunk(rows, vocab, d, size, multiprocessors int) int {
 func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	x, w := c.asActivations(n, in[0], in[1])
 	targets := in[2]
-	rows, v, d := x.Shape[0], w.Shape[0], x.Shape[1]
+	v, d := w.Shape[0], x.Shape[1]
 	losses, saved := c.classify(n, targets, v)
 	saved.upstream = c.Scale
 	if back := c.gradients[n.Op()]; len(back) > 0 { // the graph contains the backward op
@@ -78,18 +78,14 @@ func lowerLinearCrossEntropy(c *compiler, n *gorgonia.Node, in []*program.Array)
 	}
 
 	c.saved[n.Op()] = saved
-	chunk := outputChunk(rows, v, d, x.Type.Size(), c.o.Device.SMs)
-	logits := c.NewArray(x.Type, chunk, v)
-	for lo := 0; lo < rows; lo += chunk {
-		here := min(chunk, rows-lo)
-		o := outputRows{node: n, x: x.View(lo*d, here, d), w: w, logits: logits.View(0, here, v),
-			losses: losses.View(lo, here), targets: targets.View(lo, here), lossState: saved,
-			beta: min(1, float32(lo))}
+	c.outputChunks(n, x, w, func(o outputRows, lo, here int) {
+		o.losses, o.targets, o.lossState = losses.View(lo, here), targets.View(lo, here), saved
+		o.beta = min(1, float32(lo))
 		if o.dx != nil {
 			o.dx = o.dx.View(lo*d, here, d)
 		}
 		c.outputRows(o)
-	}
+	})
 
 	return c.meanLoss(n, losses, saved.scale)
 }
