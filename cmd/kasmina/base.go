@@ -83,16 +83,22 @@ func (o *finetuneOptions) whole(c *cobra.Command, m *llm.Model, f *hf.Folder, to
 	return whole, printShift(c.Context(), c.ErrOrStderr(), m, whole, tokens)
 }
 
-// printPlan prints the memory that the run needs, if the engine knows it.
-func printPlan(w io.Writer, t *llm.Trainer) {
+// printPlan prints the memory that the run needs on each of several GPUs. It returns false if the engine does not
+// know it.
+func printPlan(w io.Writer, t *llm.Trainer, gpus int) bool {
 	p, ok := t.MemoryPlan()
 	if !ok {
-		return
+		return false
+	}
+	where := "the GPU"
+	if gpus > 1 {
+		where = "each GPU, not counting what the GPUs exchange"
 	}
 	size := func(bytes int) string { return sizeText(int64(bytes)) }
-	fmt.Fprintf(w, "memory    %s on the GPU: %s of weights, %s of summed gradients, %s of optimizer state, %s for a batch "+
-		"and %s of workspace\n", size(p.Total()), size(p.Weights), size(p.Gradients), size(p.Moments), size(p.Run),
+	fmt.Fprintf(w, "memory    %s on %s: %s of weights, %s of summed gradients, %s of optimizer state, %s for a batch "+
+		"and %s of workspace\n", size(p.Total()), where, size(p.Weights), size(p.Gradients), size(p.Moments), size(p.Run),
 		size(p.Workspace))
+	return true
 }
 
 // mostShift is the maximum number of tokens that printShift uses.

@@ -713,7 +713,7 @@ func (o *finetuneOptions) print(w io.Writer, t *llm.Trainer, l *chatdata.Loader,
 	fmt.Fprintf(w, "settings  adamw without weight decay, learning rate %.3g (%s of warmup, then linear to 0), "+
 		"gradients clipped to a norm of %v, %s of %s, seed %d\n", o.lr, plural(o.warmupSteps(), "step"), o.train.Clip,
 		plural(o.train.Steps, "step"), plural(o.train.Batch*o.train.Accumulate, "sequence"), o.seed)
-	printPlan(w, t)
+	printPlan(w, t, o.gpus)
 }
 
 // countLines returns the number of examples of sequences.

@@ -12,12 +12,15 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/failpoint"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/chatdata"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/runlog"
+	"github.com/kasmina-go/kasmina/optim"
 )
 
 // writeTuning writes a file of prompts with completions, and returns its path.
@@ -244,7 +247,7 @@ func TestFinetuneRanks(t *testing.T) {
 	data := writeTuning(t, 40)
 	dir := t.TempDir()
 	alone, together := filepath.Join(dir, "alone"), filepath.Join(dir, "together")
-	more := []string{"--dropout", "0.1", "--batch", "1", "--accumulate", "4"}
+	more := []string{"--dropout", "0.1", "--batch", "1", "--accumulate", "4", "--base", "nf4", "--recompute-mlps", "1"}
 	one, err := kasmina(t, finetuneArgs(data, alone, more...)...)
 	require.NoError(t, err)
 	two, err := program(t, nil, finetuneArgs(data, together, append(more, "--gpus", "2")...)...).Output()
@@ -430,5 +433,43 @@ func TestFinetuneGrowsRanks(t *testing.T) {
 			}
 			require.InDelta(t, 1.0/3, square, 1e-5)
 		}
+	}
+}
+
+// planner is an engine on the CPU that claims to know its memory.
+type planner struct{ llm.Engine }
+
+func (planner) MemoryPlan() llm.MemoryPlan {
+	return llm.MemoryPlan{Weights: 3 << 20, Moments: 1 << 20, Run: 5 << 20, Workspace: 32 << 20}
+}
+
+func TestPrintPlan(t *testing.T) {
+	c := llm.Config{Vocab: 16, Dim: 8, Layers: 1, Heads: 1, Seq: 4}.Default()
+	m, err := llm.NewModel(c, tensor.Float32, 1)
+	require.NoError(t, err)
+	l, err := chatdata.NewLoader([]chatdata.Sequence{{Line: 1, IDs: []int{1, 2, 3}, Learn: []bool{false, true, true}}},
+		data.LoaderConfig{Batch: 1, Seq: 4, Seed: 1})
+	require.NoError(t, err)
+	for _, knows := range []bool{false, true} {
+		o, err := optim.NewAdamW(optim.WithLR(0.1))
+		require.NoError(t, err)
+		tr, err := llm.NewTrainer(m, l, o, llm.TrainConfig{Steps: 1, Batch: 1, Schedule: optim.Constant(0.1),
+			Engine: func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
+				e, err := llm.CPUEngine()(m, o, c)
+				if knows {
+					return planner{e}, err
+				}
+				return e, err
+			}})
+		require.NoError(t, err)
+		var one, two bytes.Buffer
+		require.Equal(t, knows, printPlan(&one, tr, 1))
+		require.Equal(t, knows, printPlan(&two, tr, 2))
+		if knows {
+			require.Equal(t, "memory    41.0 MiB on the GPU: 3.0 MiB of weights, 0.0 KiB of summed gradients, 1.0 MiB of optimizer "+
+				"state, 5.0 MiB for a batch and 32.0 MiB of workspace\n", one.String())
+			require.Contains(t, two.String(), "41.0 MiB on each GPU, not counting what the GPUs exchange: 3.0 MiB")
+		}
+		require.NoError(t, tr.Close())
 	}
 }

@@ -163,7 +163,8 @@ func (o *trainOptions) setSchedule() (err error) {
 }
 
 // describe prints the settings of the optimizer and the memory of its moments.
-func (o *trainOptions) describe(w io.Writer, config llm.Config) error {
+func (o *trainOptions) describe(w io.Writer, t *llm.Trainer) error {
+	config := t.Model.Config
 	optimizer, err := o.newOptimizer()
 	if err != nil {
 		return err
@@ -192,9 +193,12 @@ func (o *trainOptions) describe(w io.Writer, config llm.Config) error {
 		}
 	}, 4)
 
-	_, err = fmt.Fprintf(w, "settings  %s, learning rate %.3g (%s of warmup, then %s), weight decay %v, "+
-		"%s, %s of %d tokens per step\nmemory    %s for the optimizer's moments\n", o.learning.optimizer, o.lr, plural(o.warmup, "step"), course, decay, clip,
-		plural(o.train.Batch*o.train.Accumulate, "sequence"), o.seq, sizeText(int64(moments)))
+	if _, err := fmt.Fprintf(w, "settings  %s, learning rate %.3g (%s of warmup, then %s), weight decay %v, "+
+		"%s, %s of %d tokens per step\n", o.learning.optimizer, o.lr, plural(o.warmup, "step"), course, decay, clip,
+		plural(o.train.Batch*o.train.Accumulate, "sequence"), o.seq); err != nil || printPlan(w, t, o.gpus) {
+		return err
+	}
+	_, err = fmt.Fprintf(w, "memory    %s for the optimizer's moments\n", sizeText(int64(moments)))
 	return err
 }
 

@@ -635,7 +635,7 @@ func (o *trainOptions) watch(c *cobra.Command, t *llm.Trainer, on machines,
 		t.On(o.adapters.report(t, c))
 	}
 
-	if err := o.describe(shown, t.Model.Config); err != nil {
+	if err := o.describe(shown, t); err != nil {
 		return nil, errors.Join(err, stop())
 	}
 

@@ -129,6 +129,9 @@ func (s size) beginTuning(device *cudaops.Device, o options) (*training, error) 
 	if o.mlps > 0 {
 		graphOptions = append(graphOptions, llm.WithRecomputedMLPs(o.mlps))
 	}
+	if o.pairs {
+		graphOptions = append(graphOptions, llm.WithPreference(op.Preference{Kind: op.PreferenceSigmoid, Beta: 0.1}))
+	}
 	g, err := llm.BuildGraph(m, llm.ForTraining, s.batch, graphOptions...)
 	if err != nil {
 		return nil, err
@@ -141,7 +144,10 @@ func (s size) beginTuning(device *cudaops.Device, o options) (*training, error) 
 	frozen := slices.DeleteFunc(g.Frozen(), func(n *gorgonia.Node) bool { return base.Has(n.Name()) })
 	opts := []cudaops.MachineOption{cudaops.WithParams(g.Learning...), cudaops.WithOutputs(g.Loss),
 		cudaops.WithFrozen(randomWeights(), frozen...), cudaops.WithWeights(base),
-		cudaops.WithPrecision(o.precision), cudaops.WithTuning(o.tune), cudaops.WithStrict()}
+		cudaops.WithPrecision(o.precision), cudaops.WithTuning(o.tune)}
+	if !o.pairs { // the loss of pairs has no kernel
+		opts = append(opts, cudaops.WithStrict())
+	}
 	if o.memory > 0 {
 		opts = append(opts, cudaops.WithMemory(int(o.memory*(1<<30))))
 	}
@@ -164,6 +170,9 @@ func (s size) beginTuning(device *cudaops.Device, o options) (*training, error) 
 	name := "finetune_" + s.name + "_lora16"
 	if o.base != cpuops.BFloat16 {
 		name += "_" + o.base.String()
+	}
+	if o.pairs {
+		name += "_pairs"
 	}
 	return &training{size: s, name: name, params: learned, machine: machine,
 		loss: g.Loss, next: s.batches(g)}, nil

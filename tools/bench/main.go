@@ -90,6 +90,7 @@ type options struct {
 	base      cpuops.WeightType // of the frozen weights of the group finetune
 	recompute bool              // recompute blocks in the group finetune
 	mlps      int               // blocks whose MLPs are recomputed in the group finetune
+	pairs     bool              // use the loss of preference pairs in the group finetune
 	memory    float64           // GiB that the group finetune may use to save time; 0 for no limit
 	clip      float64
 	tune      cudaops.Tuning
@@ -148,6 +149,7 @@ func main() {
 	flag.BoolVar(&o.recompute, "recompute", false, "recompute blocks in the backward pass, in the group finetune")
 	flag.IntVar(&o.mlps, "recompute-mlps", 0, "recompute the MLPs of this many blocks, in the group finetune")
 	flag.Float64Var(&o.memory, "memory", 0, "use at most this many GiB to save time, in the group finetune (default: no limit)")
+	flag.BoolVar(&o.pairs, "pairs", false, "train on preference pairs, in the group finetune")
 	base := flag.String("base", cpuops.BFloat16.String(),
 		"type of the frozen weights in the group finetune: bf16, f8 or nf4")
 	against := flag.String("against", "",

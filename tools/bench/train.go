@@ -449,6 +449,12 @@ func (s size) batches(g *llm.Graph) func() error {
 	for i := range drawn {
 		drawn[i] = data.Batch{Inputs: randomTokens(random, s.config.Vocab, g.IDs),
 			Targets: randomTokens(random, s.config.Vocab, g.Targets)}
+		if g.Answers != nil {
+			drawn[i].Answers, drawn[i].Reference = make([]int, len(drawn[i].Inputs)), make([]float64, len(drawn[i].Inputs))
+			for row := range drawn[i].Answers {
+				drawn[i].Answers[row] = row * 8 * s.batch / len(drawn[i].Answers) // eight answers in each sequence
+			}
+		}
 	}
 
 	i := 0
