@@ -62,7 +62,9 @@ func TestAdapterLogits(t *testing.T) {
 
 // TestAdapterLosses compares the losses of 100 AdamW steps with PEFT's: in one batch, in two batches with
 // accumulated gradients, and with both sequences packed into one.
-func TestAdapterLosses(t *testing.T) {
+func TestAdapterLosses(t *testing.T) { testAdapterLosses(t, nil) }
+
+func testAdapterLosses(t *testing.T, engine func(*llm.Model, optim.Optimizer, llm.TrainConfig) (llm.Engine, error)) {
 	for name := range adapterModels {
 		g := readGolden(t, filepath.Join("adapters", name))
 		n := len(g.ids[0])
@@ -74,7 +76,7 @@ func TestAdapterLosses(t *testing.T) {
 				o, err := optim.NewAdamW(optim.WithBetas(0.9, 0.99), optim.WithWeightDecay(0))
 				require.NoError(t, err)
 				tr, err := llm.NewTrainer(m, l, o, llm.TrainConfig{Steps: len(g.losses), Batch: s.batch,
-					Accumulate: s.accumulate, Schedule: optim.Constant(5e-4)})
+					Accumulate: s.accumulate, Schedule: optim.Constant(5e-4), Engine: engine})
 				require.NoError(t, err)
 				defer tr.Close()
 

@@ -55,6 +55,16 @@ func readBF16(t *testing.T) (all map[string]bf16) {
 	return all
 }
 
+// TestAdapterLossesOnGPU is TestAdapterLosses on a GPU.
+func TestAdapterLossesOnGPU(t *testing.T) {
+	testAdapterLosses(t, gpu.Engine(openGPU(t), cudaops.Float32))
+}
+
+// TestPreferencesOnGPU is TestPreferences on a GPU.
+func TestPreferencesOnGPU(t *testing.T) {
+	testPreferences(t, gpu.Engine(openGPU(t), cudaops.Float32), 1e-4)
+}
+
 // TestOnGPU checks that logits and losses in float32 on a GPU agree with transformers, and that in
 // bfloat16 they are as accurate as transformers in bfloat16.
 func TestOnGPU(t *testing.T) {
