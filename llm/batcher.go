@@ -9,6 +9,7 @@ import (
 	"math/bits"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"gorgonia.org/gorgonia"
@@ -116,6 +117,7 @@ type batchJob struct {
 	plan    *sampler.Plan // draws the token on the device; nil to return the logits
 	fresh   bool          // the plan differs from that of the text's previous job
 	last    bool          // no job for the same text will follow
+	reused  *atomic.Int64 // see WithReuse; nil unless this is the text's first job
 	logits  any
 	token   int // if plan is not nil and logits is nil; negative if the device cannot draw it
 	err     error
@@ -262,12 +264,16 @@ func (b *Batcher) Decoder() (func(ctx context.Context, tokens []int) (any, error
 // decoder implements Decoder for the model with an adapter.
 func (b *Batcher) decoder(adapter int) (func(ctx context.Context, tokens []int) (any, error), error) {
 	var text *batchText
+	begun := false
 	repeats := newLookup(b.options.Lookup)
 	return func(ctx context.Context, tokens []int) (any, error) {
 		if err := b.check(tokens); err != nil {
 			return nil, err
 		}
 		j := &batchJob{ctx: ctx, tokens: slices.Clone(tokens), adapter: adapter, text: text}
+		if !begun {
+			j.reused, begun = reuseCounter(ctx), true
+		}
 		if b.options.Lookup > 0 {
 			if logits, ok := repeats.logits(tokens, b.changes()); ok {
 				return logits, nil
@@ -616,6 +622,9 @@ func (b *Batcher) locate(j *batchJob) {
 		}
 	}
 	prefix := longest.sequence.Prefix(most)
+	if j.reused != nil {
+		j.reused.Store(int64(prefix.Len()))
+	}
 	j.text = &batchText{tokens: slices.Clone(longest.tokens[:prefix.Len()]), adapter: j.adapter,
 		sequence: prefix, seen: b.seen}
 }

@@ -53,6 +53,7 @@ func (b *Batcher) drawerOf(adapter int) (DrawFunc, error) {
 	}
 
 	var text *batchText
+	begun := false
 	var by *sampler.Sampler
 	var revision uint64 // the sampler's revision after the last token
 	return func(ctx context.Context, tokens []int, s *sampler.Sampler, last bool) (int, error) {
@@ -62,6 +63,9 @@ func (b *Batcher) drawerOf(adapter int) (DrawFunc, error) {
 
 		j := &batchJob{ctx: ctx, tokens: slices.Clone(tokens), adapter: adapter, text: text, plan: s.Plan(),
 			last: last, fresh: s != by || s.Revision() != revision}
+		if !begun {
+			j.reused, begun = reuseCounter(ctx), true
+		}
 		text = nil
 		if err := b.submit(j); err != nil {
 			return 0, err

@@ -7,7 +7,9 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 
+	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/grammar"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
@@ -21,6 +23,8 @@ type job struct {
 
 	stop    []string // texts that end an answer
 	end     []int    // tokens that end an answer
+	reasons bool     // whether to separate reasoning from the answer
+	thinks  bool     // whether the prompt ends with the mark at the start of the reasoning
 	tools   bool     // whether to look for tool calls
 	oneTool bool     // whether the first call ends the answer
 
@@ -36,11 +40,12 @@ type choice struct {
 
 // A piece is a part of an answer.
 type piece struct {
-	choice int
-	text   string
-	tokens []token // the tokens of the text, if requested
-	call   *toolCall
-	end    *ending // in the last piece
+	choice    int
+	reasoning string
+	text      string
+	tokens    []token // the tokens of the text, if requested
+	call      *toolCall
+	end       *ending // in the last piece
 }
 
 // A token is a token of an answer with its log-probabilities.
@@ -61,6 +66,7 @@ type ending struct {
 	reason   string // endStop, endLength or endTools
 	stopText string // stop text that ended the answer, if any
 	drawn    int    // number of tokens
+	cached   int    // number of tokens of the prompt that an earlier text had computed
 }
 
 // These are OpenAI's names of the reasons.
@@ -72,14 +78,16 @@ const (
 
 // A result is a complete answer.
 type result struct {
-	text   string
-	tokens []token
-	calls  []toolCall
+	reasoning string
+	text      string
+	tokens    []token
+	calls     []toolCall
 	ending
 }
 
 // add appends a piece.
 func (r *result) add(p piece) {
+	r.reasoning += p.reasoning
 	r.text += p.text
 	r.tokens = append(r.tokens, p.tokens...)
 	if p.call != nil {
@@ -172,7 +180,15 @@ func (s *Server) answer(ctx context.Context, j *job, i int, emit func(piece) err
 		return err
 	}
 
+	var cached atomic.Int64
+	ctx = llm.WithReuse(ctx, &cached)
 	out := &output{job: j, emit: emit, cutter: cutter{stops: j.stop}}
+	switch {
+	case j.matcher != nil: // which permits no reasoning
+		out.think.part = answering
+	case j.thinks:
+		out.think.part = thinking
+	}
 	end := ending{reason: endLength}
 	s.metrics.prompt(len(c.prompt))
 	if c.limit > 0 {
@@ -211,6 +227,7 @@ func (s *Server) answer(ctx context.Context, j *job, i int, emit func(piece) err
 	if err := out.write(decoder.Flush()); err != nil && !errors.Is(err, errStopped) {
 		return err
 	}
+	end.cached = int(cached.Load())
 	return out.finish(end)
 }
 
@@ -222,6 +239,7 @@ type output struct {
 	*job
 	emit   func(piece) error
 	cutter cutter
+	think  thinkFinder
 	calls  callFinder
 
 	written  int // bytes of text given to the cutter
@@ -265,6 +283,28 @@ func (o *output) release(text string) error {
 		tokens, o.tokens = append(tokens, o.tokens[0]), o.tokens[1:]
 	}
 
+	if o.reasons {
+		var reasoning string
+		reasoning, text = o.think.add(text)
+		if err := o.separate(reasoning, &tokens); err != nil {
+			return err
+		}
+	}
+	return o.emitAnswer(text, tokens)
+}
+
+// separate emits reasoning, with the tokens of the text in which it was found.
+func (o *output) separate(reasoning string, tokens *[]token) error {
+	if reasoning == "" {
+		return nil
+	}
+	p := piece{reasoning: reasoning, tokens: *tokens}
+	*tokens = nil
+	return o.send(p)
+}
+
+// emitAnswer emits a part of the answer after the reasoning.
+func (o *output) emitAnswer(text string, tokens []token) error {
 	if !o.tools {
 		return o.send(piece{text: text, tokens: tokens})
 	}
@@ -284,7 +324,7 @@ func (o *output) release(text string) error {
 
 // send emits a piece that is not empty.
 func (o *output) send(p piece) error {
-	if p.text == "" && p.call == nil && len(p.tokens) == 0 {
+	if p.text == "" && p.reasoning == "" && p.call == nil && len(p.tokens) == 0 {
 		return nil
 	}
 	return o.emit(p)
@@ -297,6 +337,17 @@ func (o *output) finish(end ending) error {
 		rest := o.cutter.held
 		o.released = o.written + 1 // includes tokens without text
 		if err := o.release(rest); err != nil && !errors.Is(err, errStopped) {
+			return err
+		}
+	}
+
+	if o.reasons {
+		reasoning, text := o.think.flush()
+		var tokens []token
+		if err := o.separate(reasoning, &tokens); err != nil {
+			return err
+		}
+		if err := o.emitAnswer(text, nil); err != nil && !errors.Is(err, errStopped) {
 			return err
 		}
 	}

@@ -36,16 +36,25 @@ func ended(e ending) (reason string, stop any) {
 	return stopReasons[e.reason], nil
 }
 
+// usage counts the tokens of an answer. As in Anthropic's API, input tokens are those that are not cached.
+func (f *messagesFormat) usage(drawn, cached int) map[string]int {
+	return map[string]int{"input_tokens": f.job.prompt - cached, "cache_read_input_tokens": cached,
+		"cache_creation_input_tokens": 0, "output_tokens": drawn}
+}
+
 // object returns an answer without its content.
-func (f *messagesFormat) object(content []any, reason, stop any, drawn int) map[string]any {
+func (f *messagesFormat) object(content []any, reason, stop any, drawn, cached int) map[string]any {
 	return map[string]any{"id": f.id, "type": "message", "role": "assistant", "model": f.job.model.Name,
 		"content": content, "stop_reason": reason, "stop_sequence": stop,
-		"usage": map[string]int{"input_tokens": f.job.prompt, "output_tokens": drawn}}
+		"usage": f.usage(drawn, cached)}
 }
 
 func (f *messagesFormat) whole(results []result) any {
 	r, content := results[0], []any{}
-	if r.text != "" || len(r.calls) == 0 {
+	if r.reasoning != "" {
+		content = append(content, map[string]any{"type": "thinking", "thinking": r.reasoning, "signature": ""})
+	}
+	if r.text != "" || len(r.calls) == 0 && r.reasoning == "" {
 		content = append(content, map[string]any{"type": "text", "text": r.text})
 	}
 	for _, c := range r.calls {
@@ -53,7 +62,7 @@ func (f *messagesFormat) whole(results []result) any {
 			"input": json.RawMessage(c.arguments)})
 	}
 	reason, stop := ended(r.ending)
-	return f.object(content, reason, stop, r.drawn)
+	return f.object(content, reason, stop, r.drawn, r.cached)
 }
 
 // named returns an event with its name as the type.
@@ -63,7 +72,7 @@ func named(name string, members map[string]any) event {
 }
 
 func (f *messagesFormat) start() []event {
-	return []event{named("message_start", map[string]any{"message": f.object([]any{}, nil, nil, 0)})}
+	return []event{named("message_start", map[string]any{"message": f.object([]any{}, nil, nil, 0, 0)})}
 }
 
 // begin ends the current content block and starts another one.
@@ -90,6 +99,13 @@ func (f *messagesFormat) delta(kind, member, text string) event {
 }
 
 func (f *messagesFormat) next(p piece) (events []event) {
+	if p.reasoning != "" {
+		if f.open != "thinking" {
+			events = f.begin("thinking", map[string]any{"thinking": "", "signature": ""})
+		}
+		return append(events, f.delta("thinking_delta", "thinking", p.reasoning))
+	}
+
 	if p.text != "" {
 		if f.open != "text" {
 			events = f.begin("text", map[string]any{"text": ""})
@@ -115,7 +131,7 @@ func (f *messagesFormat) finish(results []result) (events []event) {
 	return append(events,
 		named("message_delta", map[string]any{
 			"delta": map[string]any{"stop_reason": reason, "stop_sequence": stop},
-			"usage": map[string]int{"input_tokens": f.job.prompt, "output_tokens": results[0].drawn}}),
+			"usage": f.usage(results[0].drawn, results[0].cached)}),
 		named("message_stop", map[string]any{}))
 }
 
@@ -139,7 +155,8 @@ func (s *Server) parseMessages(p *params) (*job, format, error) {
 		return nil, nil, p.err
 	}
 
-	prompt, err := con.encode()
+	j.reasons = reasons(j.model.Template)
+	prompt, err := con.encode(j)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -180,12 +197,12 @@ func (s *Server) countTokens(w http.ResponseWriter, r *http.Request) {
 		refuse(w, r, err)
 		return
 	}
-	_, con, err := s.messagesJob(p)
+	j, con, err := s.messagesJob(p)
 	if err != nil {
 		refuse(w, r, err)
 		return
 	}
-	prompt, err := con.encode()
+	prompt, err := con.encode(j)
 	if err != nil {
 		refuse(w, r, err)
 		return

@@ -77,8 +77,8 @@ func (c *conversation) readOptions(p *params) {
 	p.refuse(map[string]string{"chat_template": "", "add_generation_prompt": fmt.Sprint(!c.unended)})
 }
 
-// encode returns the tokens of the conversation.
-func (c *conversation) encode() ([]int, error) {
+// encode returns the tokens of the conversation, and notes in the job whether they end within the reasoning.
+func (c *conversation) encode(j *job) ([]int, error) {
 	if c.model.Template == nil {
 		why := ""
 		if err := c.model.NoTemplate; err != nil {
@@ -118,6 +118,7 @@ func (c *conversation) encode() ([]int, error) {
 		}
 		text = text[:at+len(last)]
 	}
+	j.thinks = !c.unended && strings.HasSuffix(strings.TrimRight(text, whiteSpace), thinkBegin)
 	return c.model.Tokenizer.Encode([]byte(text)), nil
 }
 

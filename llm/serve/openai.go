@@ -48,11 +48,18 @@ type usage struct {
 	Prompt     int `json:"prompt_tokens"`
 	Completion int `json:"completion_tokens"`
 	Total      int `json:"total_tokens"`
+	Details    struct {
+		Cached int `json:"cached_tokens"`
+	} `json:"prompt_tokens_details"`
 }
 
-func usageOf(prompt int, results []result) *usage {
+// usageOf counts the tokens of n results for each prompt.
+func usageOf(prompt, n int, results []result) *usage {
 	u := &usage{Prompt: prompt, Total: prompt}
-	for _, r := range results {
+	for i, r := range results {
+		if i%n == 0 { // the other results share its prompt
+			u.Details.Cached += r.cached
+		}
 		u.Completion += r.drawn
 		u.Total += r.drawn
 	}
@@ -66,6 +73,7 @@ type openAI struct {
 	created      int64
 	logProbs     bool
 	includeUsage bool
+	each         int // results for each prompt
 }
 
 // base reads the parameters that both kinds of completions have.
@@ -153,7 +161,7 @@ func (f *openAI) part(object string, choice any) event {
 func (f *openAI) last(object string, results []result) (events []event) {
 	if f.includeUsage {
 		c := f.chunk(object)
-		c["usage"] = usageOf(f.job.prompt, results)
+		c["usage"] = usageOf(f.job.prompt, f.each, results)
 		events = append(events, event{data: c})
 	}
 	return append(events, event{raw: "[DONE]"})
@@ -225,6 +233,9 @@ func (f *chatFormat) whole(results []result) any {
 	choices := []any{}
 	for i, r := range results {
 		message := map[string]any{"role": "assistant", "content": r.text, "refusal": nil}
+		if r.reasoning != "" {
+			message["reasoning_content"] = r.reasoning
+		}
 		if len(r.calls) > 0 {
 			var calls []jsonCall
 			for _, c := range r.calls {
@@ -245,7 +256,7 @@ func (f *chatFormat) whole(results []result) any {
 	}
 
 	body := f.chunk(f.object, choices...)
-	body["usage"] = usageOf(f.job.prompt, results)
+	body["usage"] = usageOf(f.job.prompt, f.each, results)
 	return body
 }
 
@@ -271,6 +282,8 @@ func (f *chatFormat) next(p piece) []event {
 		f.calls[p.choice]++
 		delta["tool_calls"] = []jsonCall{{&at, newID("call_"), "function",
 			jsonFunction{p.call.name, p.call.arguments}}}
+	case p.reasoning != "":
+		delta["reasoning_content"] = p.reasoning
 	default:
 		delta["content"] = p.text
 	}
@@ -304,14 +317,23 @@ func (s *Server) parseChat(p *params) (*job, format, error) {
 			"recognize, so it cannot limit them: leave it out")
 	}
 
+	switch format := p.text("reasoning_format"); format { // of llama.cpp
+	case "", "auto", "deepseek":
+		j.reasons = reasons(j.model.Template)
+	case "none":
+	default:
+		p.fail("reasoning_format", `it is %.40q, want "auto", "deepseek" or "none"`, format)
+	}
+
 	n, limit := p.integer("n", 1, 1, maxChoices), p.limit(math.MaxInt32, 1)
+	f.each = n
 	w := p.readWanted()
 	p.readCalls(j, &w, &con)
 	if p.err != nil {
 		return nil, nil, p.err
 	}
 
-	prompt, err := con.encode()
+	prompt, err := con.encode(j)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -319,7 +341,6 @@ func (s *Server) parseChat(p *params) (*job, format, error) {
 		return nil, nil, err
 	}
 	j.addChoices(p, n, prompt, limit, c, "messages")
-	j.prompt = len(prompt) // OpenAI counts the prompt once
 	return j, f, p.err
 }
 
@@ -365,7 +386,7 @@ func (f *textFormat) whole(results []result) any {
 		choices = append(choices, f.choice(i, f.echo[i]+r.text, append([]token{}, r.tokens...), r.reason))
 	}
 	body := f.chunk(f.object, choices...)
-	body["usage"] = usageOf(f.job.prompt, results)
+	body["usage"] = usageOf(f.job.prompt, f.each, results)
 	return body
 }
 
@@ -399,6 +420,7 @@ func (s *Server) parseText(p *params) (*job, format, error) {
 	}
 
 	n, limit := p.integer("n", 1, 1, maxChoices), p.limit(16, 0)
+	f.each = n
 	echo := p.bool("echo", false)
 	if echo && f.logProbs {
 		p.fail("echo", "this server has no log-probabilities of prompts: leave out echo or logprobs")
@@ -434,7 +456,6 @@ func (s *Server) parseText(p *params) (*job, format, error) {
 		}
 	}
 
-	j.prompt /= n
 	f.offsets = make([]int, len(j.choices))
 	return j, f, p.err
 }

@@ -2,6 +2,7 @@ package serve
 
 import (
 	"fmt"
+	"net/http/httptest"
 	"strings"
 	"testing"
 	"time"
@@ -87,5 +88,29 @@ func TestPage(t *testing.T) {
 	w.says("again")
 	w.sees(`document.querySelectorAll(".assistant").length === 1 && ` + answered(reply))
 	require.Equal(t, "user: again\nassistant: ", prompt)
+	require.Empty(t, w.Complaints())
+}
+
+// TestPageWithModels chooses one of several models on the page, and reads the reasoning of an answer.
+func TestPageWithModels(t *testing.T) {
+	first := newModel(t, &fake{answer: bytewise("I am the first.")}, chatTemplate)
+	second := newModel(t, &fake{answer: bytewise("<think>Who am I?</think>I am the second.")}, thinkTemplate)
+	second.Name = "second"
+	s, err := New(Options{}, first, second)
+	require.NoError(t, err)
+	h := httptest.NewServer(s)
+	defer h.Close()
+
+	w := &window{browsertest.Open(t, 1000, 700)}
+	w.Do(chromedp.Navigate(h.URL))
+	w.sees(`document.querySelectorAll("#models option").length === 2 && document.querySelector("#model").textContent === "tiny"`)
+	w.says("Hello")
+	w.sees(answered("I am the first."))
+	eval[bool](w, `const m = document.querySelector("#models"); m.value = "second"; m.dispatchEvent(new Event("change")); true`)
+	w.says("And you?")
+	w.sees(answered("I am the second."))
+	w.sees(`document.querySelector(".reasoning").textContent === "Who am I?"`)
+	require.Equal(t, "second", eval[string](w, "document.title"))
+	w.Accessible("a choice of models")
 	require.Empty(t, w.Complaints())
 }

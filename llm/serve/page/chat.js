@@ -2,6 +2,7 @@
 
 const $ = id => document.getElementById(id);
 let conversation = []; // messages so far
+let models = [];       // of the server
 let chats = true;      // whether the model has a chat template
 let answering = null;  // AbortController of the answer in progress
 
@@ -33,13 +34,20 @@ async function connect() {
       return;
     }
     if (!response.ok) throw new Error(await problem(response));
-    const model = (await response.json()).data[0];
-    chats = model.chat;
-    $("model").textContent = document.title = model.id;
-    fail(chats ? "" : "This model has no chat template, so it continues each text as it is.");
+    models = (await response.json()).data;
+    $("models").replaceChildren(...models.map(m => new Option(m.id)));
+    $("models").hidden = models.length === 1;
+    choose(models[0]);
   } catch (e) {
     fail("The server cannot be reached: " + e.message);
   }
+}
+
+// choose makes a model answer from now on.
+function choose(model) {
+  chats = model.chat;
+  $("model").textContent = document.title = model.id;
+  fail(chats ? "" : "This model has no chat template, so it continues each text as it is.");
 }
 
 function show(role, text) {
@@ -76,7 +84,7 @@ async function* events(body) {
 }
 
 function request(text) {
-  const settings = {stream: true};
+  const settings = {stream: true, model: document.title};
   if ($("temperature").value !== "") settings.temperature = Number($("temperature").value);
   if (!chats) return ["v1/completions", {...settings, prompt: text, max_tokens: 256}];
   const system = $("system").value.trim();
@@ -92,7 +100,7 @@ async function answer(text) {
   show("user", text);
   conversation.push({role: "user", content: text});
   const bubble = show("assistant", "");
-  let all = "";
+  let all = "", reasoning = null;
   try {
     const [path, body] = request(text);
     const response = await fetch(path, {method: "POST", headers: headers(), body: JSON.stringify(body), signal: answering.signal});
@@ -103,9 +111,12 @@ async function answer(text) {
       const choice = event.choices[0];
       if (!choice) continue;
       const more = chats ? choice.delta.content : choice.text;
-      if (more) {
+      const thought = chats ? choice.delta.reasoning_content : "";
+      if (more || thought) {
         const follow = $("messages").scrollHeight - $("messages").scrollTop - $("messages").clientHeight < 80;
-        bubble.textContent = all += more;
+        if (thought && !reasoning) bubble.before(reasoning = show("reasoning", ""));
+        if (thought) reasoning.textContent += thought;
+        if (more) bubble.textContent = all += more;
         if (follow) bubble.scrollIntoView({block: "end"});
       }
       if (choice.finish_reason === "length") note("The answer ends here because it has reached its limit or filled the model's context.");
@@ -117,6 +128,7 @@ async function answer(text) {
     conversation.push({role: "assistant", content: all});
   } else { // nothing has been said, so the message can be sent again
     bubble.remove();
+    reasoning?.remove();
     conversation.pop();
     if (!$("error").hidden && !$("input").value) $("input").value = text;
   }
@@ -139,6 +151,7 @@ $("input").addEventListener("keydown", e => {
     $("form").requestSubmit();
   }
 });
+$("models").addEventListener("change", () => choose(models.find(m => m.id === $("models").value)));
 $("stop").addEventListener("click", () => answering && answering.abort());
 $("new").addEventListener("click", () => {
   if (answering) answering.abort();
