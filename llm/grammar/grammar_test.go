@@ -339,7 +339,8 @@ func FuzzSchema(f *testing.F) {
 		}
 		m, err := vocabulary.Matcher(g)
 		require.NoError(t, err)
-		draw(t, m, rand.New(rand.NewPCG(1, 1)), 50)
+		text, complete := draw(t, m, rand.New(rand.NewPCG(1, 1)), 50)
+		require.True(t, !complete || json.Valid([]byte(text)), "%q permits %q", schema, text)
 	})
 }
 

@@ -20,8 +20,7 @@ type content interface {
 type textLexer struct {
 	content content
 	json    bool
-	states  []textState
-	ids     map[textState]int
+	states  table[textState]
 }
 
 // A textState is a state of a textLexer.
@@ -32,17 +31,7 @@ type textState struct {
 }
 
 func newText(c content, json bool) *node {
-	return newLexeme(&textLexer{content: c, json: json, ids: map[textState]int{}})
-}
-
-func (t *textLexer) intern(s textState) int {
-	id, ok := t.ids[s]
-	if !ok {
-		id = len(t.states)
-		t.states = append(t.states, s)
-		t.ids[s] = id
-	}
-	return id
+	return newLexeme(&textLexer{content: c, json: json})
 }
 
 func (t *textLexer) start() int {
@@ -50,7 +39,7 @@ func (t *textLexer) start() int {
 	if c == dead {
 		return dead
 	}
-	return t.intern(textState{content: c})
+	return t.states.id(textState{content: c})
 }
 
 // similar returns a state that behaves like the given state for a number of bytes, which reduces the
@@ -60,13 +49,13 @@ func (t *textLexer) similar(state, bytes int) int {
 	if !ok {
 		return state
 	}
-	s := t.states[state]
+	s := t.states.values[state]
 	s.content = l.similar(s.content, bytes)
-	return t.intern(s)
+	return t.states.id(s)
 }
 
 func (t *textLexer) accepts(state int) bool {
-	s := t.states[state]
+	s := t.states.values[state]
 	if t.json {
 		return s.quotes == 2
 	}
@@ -74,14 +63,14 @@ func (t *textLexer) accepts(state int) bool {
 }
 
 func (t *textLexer) next(state int, b byte) int {
-	s := t.states[state]
+	s := t.states.values[state]
 	if t.json {
 		switch {
 		case s.quotes == 2 || s.quotes == 0 && b != '"':
 			return dead
 		case s.quotes == 0 || b == '"' && s.part == "" && t.content.accepts(s.content):
 			s.quotes++
-			return t.intern(s)
+			return t.states.id(s)
 		case s.part == "" && (b == '"' || b < ' '):
 			return dead
 		}
@@ -101,11 +90,11 @@ func (t *textLexer) next(state int, b byte) int {
 		if s.content == dead {
 			return dead
 		}
-		return t.intern(s)
+		return t.states.id(s)
 	}
 	for _, r := range ranges {
 		if t.content.any(s.content, r.low, r.high) {
-			return t.intern(s)
+			return t.states.id(s)
 		}
 	}
 	return dead
@@ -249,26 +238,19 @@ func (l length) accepts(state int) bool { return state >= l.least }
 // An others accepts all texts except the listed ones. A state is the index in starts of the text read so
 // far, or len(starts) if no listed text starts with this text.
 type others struct {
-	starts []string
+	starts table[string]
 	listed map[string]bool
-	ids    map[string]int
 }
 
 func newOthers(texts []string) *others {
-	o := &others{listed: map[string]bool{}, ids: map[string]int{}}
-	add := func(s string) {
-		if _, ok := o.ids[s]; !ok {
-			o.ids[s] = len(o.starts)
-			o.starts = append(o.starts, s)
-		}
-	}
-	add("")
+	o := &others{listed: map[string]bool{}}
+	o.starts.id("")
 	for _, t := range texts {
 		o.listed[t] = true
 		for i := range t {
-			add(t[:i])
+			o.starts.id(t[:i])
 		}
-		add(t)
+		o.starts.id(t)
 	}
 	return o
 }
@@ -276,14 +258,16 @@ func newOthers(texts []string) *others {
 func (o *others) start() int { return 0 }
 
 func (o *others) next(state int, r rune) int {
-	if state < len(o.starts) {
-		if id, ok := o.ids[o.starts[state]+string(r)]; ok {
+	if state < len(o.starts.values) {
+		if id, ok := o.starts.ids[o.starts.values[state]+string(r)]; ok {
 			return id
 		}
 	}
-	return len(o.starts)
+	return len(o.starts.values)
 }
 
 func (o *others) any(_ int, low, high rune) bool { return !(low >= 0xD800 && high <= 0xDFFF) }
 
-func (o *others) accepts(state int) bool { return state == len(o.starts) || !o.listed[o.starts[state]] }
+func (o *others) accepts(state int) bool {
+	return state == len(o.starts.values) || !o.listed[o.starts.values[state]]
+}

@@ -17,16 +17,15 @@ const (
 // multiples of 10^-scale.
 type numberLexer struct {
 	scale     int
-	digits    int      // before the decimal point
-	low, high *big.Int // in units of 10^-scale; nil without a bound
-	texts     []string // by state; see shape
-	ids       map[string]int
+	digits    int           // before the decimal point
+	low, high *big.Int      // in units of 10^-scale; nil without a bound
+	texts     table[string] // by state; see shape
 }
 
 // newNumber returns a lexer for the multiples of 10^-scale between two bounds, either of which can be
 // nil. An exclusive bound is not accepted itself.
 func newNumber(scale int, low, high *big.Rat, exclusiveLow, exclusiveHigh bool) *numberLexer {
-	n := &numberLexer{scale: scale, digits: integerDigits, ids: map[string]int{}}
+	n := &numberLexer{scale: scale, digits: integerDigits}
 	unit := new(big.Rat).SetInt(power(scale))
 	if low != nil {
 		// The smallest multiple that is at least low.
@@ -57,21 +56,11 @@ func floor(x *big.Rat) *big.Int { return new(big.Int).Div(x.Num(), x.Denom()) }
 // power returns 10^n.
 func power(n int) *big.Int { return new(big.Int).Exp(big.NewInt(10), big.NewInt(int64(n)), nil) }
 
-func (n *numberLexer) intern(text string) int {
-	id, ok := n.ids[text]
-	if !ok {
-		id = len(n.texts)
-		n.texts = append(n.texts, text)
-		n.ids[text] = id
-	}
-	return id
-}
-
 func (n *numberLexer) start() int {
 	if !n.contains(new(big.Int).Neg(n.largest()), n.largest()) {
 		return dead
 	}
-	return n.intern("")
+	return n.texts.id("")
 }
 
 // largest returns the largest number with the permitted digits.
@@ -94,7 +83,7 @@ func (n *numberLexer) parse(text string) (negative bool, whole, fraction string,
 }
 
 func (n *numberLexer) next(state int, b byte) int {
-	text := n.texts[state]
+	text := n.texts.values[state]
 	_, whole, fraction, point := n.parse(text)
 	switch {
 	case b == '-':
@@ -119,7 +108,7 @@ func (n *numberLexer) next(state int, b byte) int {
 	if certain {
 		text = shape(text)
 	}
-	return n.intern(text)
+	return n.texts.id(text)
 }
 
 // free is the start of a shape.
@@ -188,11 +177,11 @@ func (n *numberLexer) possible(text string) (possible, certain bool) {
 }
 
 func (n *numberLexer) accepts(state int) bool {
-	negative, whole, fraction, point := n.parse(n.texts[state])
+	negative, whole, fraction, point := n.parse(n.texts.values[state])
 	if whole == "" || point && fraction == "" {
 		return false
 	}
-	if strings.HasPrefix(n.texts[state], free) {
+	if strings.HasPrefix(n.texts.values[state], free) {
 		return true
 	}
 	x, _ := new(big.Int).SetString(whole+fraction+strings.Repeat("0", n.scale-len(fraction)), 10)

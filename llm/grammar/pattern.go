@@ -22,7 +22,7 @@ type pattern struct {
 	live   []lengths // by place: the possible numbers of characters of the rest of the text
 	steps  int       // that compiling took
 	states []patternState
-	ids    map[string]int
+	keys   table[string] // of the states
 }
 
 type patternState struct {
@@ -88,7 +88,7 @@ func newPattern(expression string, l length) (*pattern, error) {
 		return nil, fmt.Errorf("the regular expression %.60q is not supported: %w", expression, err)
 	}
 
-	p := &pattern{length: l, prog: prog, ids: map[string]int{}}
+	p := &pattern{length: l, prog: prog}
 	if len(prog.Inst) > mostPlaces || !p.findLengths() {
 		return nil, fmt.Errorf("the regular expression %.60q, or its combination with a length, is too large",
 			expression)
@@ -248,11 +248,9 @@ func (p *pattern) state(places map[uint32]bool, ends bool, count int) int {
 	for _, place := range s.places {
 		key = binary.LittleEndian.AppendUint32(key, place)
 	}
-	id, ok := p.ids[string(key)]
-	if !ok {
-		id = len(p.states)
+	id := p.keys.id(string(key))
+	if id == len(p.states) {
 		p.states = append(p.states, s)
-		p.ids[string(key)] = id
 	}
 	return id
 }
