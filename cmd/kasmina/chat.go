@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
@@ -9,12 +8,12 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/term"
 
 	"github.com/kasmina-go/kasmina/llm/grammar"
 	"github.com/kasmina-go/kasmina/llm/sampler"
@@ -36,8 +35,9 @@ func (o *chatOptions) command() *cobra.Command {
 		Long: `Talk to a model in the terminal. Each line is a message, and the model sees the whole conversation.
 Sampling follows generation_config.json unless options say otherwise.
 
-Ctrl-C stops an answer, Ctrl-D exits, and /new starts a new conversation. If the model has no chat
-template, it continues each line as it is.`,
+Ctrl-C stops an answer, Ctrl-D or /exit exits, and /new starts a new conversation. In a terminal, the arrow
+keys edit a message and recall earlier ones, and a pasted message can have several lines. If the model has
+no chat template, it continues each line as it is.`,
 		Args:              cobra.NoArgs,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
@@ -115,34 +115,46 @@ const maxLine = 1 << 20
 
 // run answers the lines of in until it ends.
 func (t *talk) run(ctx context.Context, in io.Reader) error {
-	prompt := ""
-	if f, ok := in.(*os.File); ok && term.IsTerminal(int(f.Fd())) {
-		prompt = "> "
-		fmt.Fprintf(t.err, "%s: Ctrl-C stops an answer, Ctrl-D exits, /new starts a new conversation\n",
-			t.model.Name)
+	lines, interactive := newLineReader(in, t.err)
+	if interactive {
+		fmt.Fprintf(t.err, "%s: %s\n", t.model.Name, chatKeys)
 	}
+	return t.converse(ctx, lines, interactive)
+}
 
+// chatKeys describes what the user can do besides writing messages.
+const chatKeys = "Ctrl-C stops an answer, Ctrl-D or /exit exits, /new starts a new conversation"
+
+// converse answers messages until they end.
+func (t *talk) converse(ctx context.Context, lines lineReader, interactive bool) error {
 	var answering interrupts
-	defer answering.watch(func() {
-		if prompt != "" {
-			fmt.Fprintf(t.err, "\nCtrl-D exits\n%s", prompt)
-		}
-	})()
-
-	lines := bufio.NewScanner(in)
-	lines.Buffer(nil, maxLine)
+	defer answering.watch(func() {})()
 	for {
-		io.WriteString(t.err, prompt)
-		if !lines.Scan() {
-			break
+		line, err := lines.next()
+		switch {
+		case errors.Is(err, errNoLine):
+			fmt.Fprintln(t.err, "Ctrl-D exits")
+			continue
+		case errors.Is(err, io.EOF):
+			if interactive {
+				fmt.Fprintln(t.err)
+			}
+			return nil
+		case err != nil:
+			return fmt.Errorf("reading a message: %w", err)
 		}
 
-		switch line := strings.TrimSpace(lines.Text()); line {
-		case "":
-			continue
-		case "/new":
+		switch line = strings.TrimSpace(line); {
+		case line == "":
+		case line == "/new":
 			t.messages = nil
-			continue
+			if interactive {
+				fmt.Fprintln(t.err, "a new conversation")
+			}
+		case line == "/exit" || line == "/quit":
+			return nil
+		case command.MatchString(line):
+			fmt.Fprintf(t.err, "note      there is no command %s: %s\n", line, chatKeys)
 		default:
 			err := answering.do(ctx, func(ctx context.Context) error { return t.answer(ctx, line) })
 			if err != nil && !errors.Is(err, errInterrupted) {
@@ -151,15 +163,10 @@ func (t *talk) run(ctx context.Context, in io.Reader) error {
 			fmt.Fprintln(t.out)
 		}
 	}
-
-	if prompt != "" {
-		fmt.Fprintln(t.err)
-	}
-	if err := lines.Err(); err != nil {
-		return fmt.Errorf("reading a message: %w", err)
-	}
-	return nil
 }
+
+// command matches messages that are likely to be meant as commands.
+var command = regexp.MustCompile(`^/[a-z?]+$`)
 
 // answer writes the answer to a message, and adds both to the conversation.
 func (t *talk) answer(ctx context.Context, text string) error {

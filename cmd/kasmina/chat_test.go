@@ -231,3 +231,47 @@ func TestServeErrors(t *testing.T) {
 		require.ErrorContains(t, err, want)
 	}
 }
+
+// TestChatCommands checks that /exit ends a conversation, and that unknown commands do not reach the model.
+func TestChatCommands(t *testing.T) {
+	talk, p, out := newTalk(t, 1000)
+	var notes bytes.Buffer
+	talk.err = &notes
+	require.NoError(t, talk.run(t.Context(), strings.NewReader("/help\n/etc/passwd is a file\n/exit\nlost\n")))
+	require.Equal(t, "Aye\n", out.String())
+	require.Len(t, p.prompts, 1)
+	require.Contains(t, notes.String(), "there is no command /help: Ctrl-C stops")
+}
+
+// TestLineEditor checks that a terminal recalls messages, that several pasted lines are one message, and that Ctrl-C
+// drops a line while Ctrl-D ends the conversation.
+func TestLineEditor(t *testing.T) {
+	in, keys := io.Pipe()
+	e := newLineEditor(in, io.Discard)
+	left := 0
+	e.enter = func() (func() error, error) {
+		return func() error { left++; return nil }, nil
+	}
+	const up, left1 = "\x1b[A", "\x1b[D"
+	for _, k := range []struct {
+		keys, line string
+		err        error
+	}{
+		{"hello\r", "hello", nil},
+		{up + "!\r", "hello!", nil},
+		{up + up + left1 + "0\r", "hell0o", nil},
+		{"half\x03", "", errNoLine},
+		{"\x1b[200~one\ntwo\nthree\x1b[201~ four\r", "one\ntwo\nthree four", nil},
+		{"\x04", "", io.EOF},
+	} {
+		go io.WriteString(keys, k.keys)
+		line, err := e.next()
+		if k.err != nil {
+			require.ErrorIs(t, err, k.err, "%q", k.keys)
+			continue
+		}
+		require.NoError(t, err)
+		require.Equal(t, k.line, line, "%q", k.keys)
+	}
+	require.Equal(t, 6, left)
+}
