@@ -97,6 +97,7 @@ func TestSilentRankIsFound(t *testing.T) {
 // TestReportsKeepARunAlive checks that neither ranks that report nor ranks before their first report
 // fail the run.
 func TestReportsKeepARunAlive(t *testing.T) {
+	t.Parallel()
 	all := worlds(t, 3, Options{Deadline: short})
 	errs := everywhere(3, func(r int) error {
 		if r == 2 { // never reports
@@ -143,6 +144,7 @@ func TestWaitingRankIsNotSilent(t *testing.T) {
 // TestBusyRankIsNotSilent checks that neither a busy rank nor a rank waiting for it is blamed, whether
 // or not that wait is declared, and that the deadline applies again afterwards.
 func TestBusyRankIsNotSilent(t *testing.T) {
+	t.Parallel()
 	all := worlds(t, 3, Options{Deadline: short})
 	for _, w := range all {
 		require.NoError(t, w.Report(7))
@@ -167,6 +169,7 @@ func TestBusyRankIsNotSilent(t *testing.T) {
 
 // TestFrozenRank checks that a suspended process is detected in any state of the run.
 func TestFrozenRank(t *testing.T) {
+	t.Parallel()
 	t.Run("before its first step", func(t *testing.T) {
 		all, _ := withPlayer(t, 3)
 		blames(t, all, 2, "hangs: no message for 500ms. Last steps")

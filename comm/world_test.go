@@ -159,6 +159,7 @@ func TestFactsMustAgree(t *testing.T) {
 }
 
 func TestMissingRanksAreNamed(t *testing.T) {
+	t.Parallel()
 	p := places(t, 4)
 	errs := everywhere(4, func(r int) error {
 		if r == 1 || r == 3 {

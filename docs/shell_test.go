@@ -470,7 +470,8 @@ func (p *programs) run(code, folder string) (printed string, err error) {
 	c := exec.CommandContext(ctx, "bash", "-c", shim+code)
 	c.Dir = folder
 	c.Env = append(os.Environ(), "BIN="+p.folder, "MODULE="+module, "GOPROXY=off",
-		"GOWORK=off", "XDG_CACHE_HOME="+folder, "GOCACHE="+strings.TrimSpace(cache))
+		"GOWORK=off", "XDG_CACHE_HOME="+folder, "GOCACHE="+strings.TrimSpace(cache),
+		"GOFLAGS="+os.Getenv("GOFLAGS")+" -ldflags=-w") // debug information would double the time of linking
 	var out, stderr strings.Builder
 	c.Stdout, c.Stderr = &out, &stderr
 	if err := c.Run(); err != nil {

@@ -200,7 +200,7 @@ func (t *cpuEngine) Ceiling() (Ceiling, error) {
 }
 
 // ceilingTime is the duration of the ceiling measurement.
-const ceilingTime = 50 * time.Millisecond
+const ceilingTime = 20 * time.Millisecond
 
 func (t *cpuEngine) Update() (float64, error) {
 	defer func(from time.Time) {

@@ -15,6 +15,10 @@ import (
 	"github.com/kasmina-go/kasmina/board"
 )
 
+func init() {
+	flagRules["board"] = map[string]rule{"addr": always}
+}
+
 func newBoard() *cobra.Command {
 	addr := "127.0.0.1:6060"
 	c := &cobra.Command{
@@ -93,6 +97,10 @@ func logOf(run string) (path string, size int64) {
 	}
 
 	return "", 0
+}
+
+func init() {
+	flagRules["report"] = map[string]rule{"out": always}
 }
 
 func newReport() *cobra.Command {

@@ -26,6 +26,11 @@ type chatOptions struct {
 	system string
 }
 
+func init() {
+	flagRules["chat"] = map[string]rule{"model": always, "adapter": always, "system": always, "n": always, "device": always, "precision": always,
+		"temperature": always, "top-k": later, "top-p": later, "seed": later, "json-schema": always, "lookup": always}
+}
+
 func newChat() *cobra.Command { return new(chatOptions).command() }
 
 func (o *chatOptions) command() *cobra.Command {

@@ -22,6 +22,12 @@ type convertOptions struct {
 	gguf  string
 }
 
+func init() {
+	flagRules["convert"] = map[string]rule{"model": always, "out": always, "gguf": always,
+		"precision": notWith("gguf", "", "which has the type of the weights"),
+		"shard":     notWith("gguf", "", "because a GGUF file is never divided")}
+}
+
 func newConvert() *cobra.Command {
 	var o convertOptions
 	c := &cobra.Command{

@@ -19,6 +19,11 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
 )
 
+func init() {
+	flagRules["data"] = map[string]rule{}
+	flagRules["data check"] = map[string]rule{"model": always, "seq": always, "show": always, "list": always}
+}
+
 func newData() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "data",

@@ -19,6 +19,12 @@ import (
 // maxText limits the bytes of a text, because all of its tokens are held in memory.
 const maxText = 1 << 30
 
+func init() {
+	flagRules["eval"] = map[string]rule{"model": always, "adapter": always, "data": notWith("tasks", "[]", "which measures with the questions of files"),
+		"seq": always, "device": always, "precision": always, "tasks": always, "few-shot": ofTasks,
+		"examples": ofTasks, "chat": ofTasks, "limit": ofTasks, "answer-tokens": ofTasks, "out": ofTasks}
+}
+
 func newEval() *cobra.Command {
 	var o evalOptions
 	c := &cobra.Command{

@@ -72,6 +72,17 @@ type finetuneOptions struct {
 	now time.Time // for chat templates that write the date; the same for the whole run
 }
 
+func init() {
+	flagRules["finetune"] = map[string]rule{"model": always, "data": always, "out": always, "method": always, "rank": ofAdapters,
+		"alpha": ofAdapters, "dropout": ofAdapters, "targets": ofAdapters, "merge": ofAdapters, "base": always,
+		"blocks": ofLastBlocks, "steps": always, "epochs": notWith("steps", "0", "which sets the length of the run"),
+		"batch": always, "accumulate": always, "seq": always, "lr": always, "held-out": always, "prompt": always,
+		"beta": later, "preference-loss": later, "label-smoothing": later,
+		"keep": later, "forget": onlyWith("keep", "", "the text to --keep"), "grow-rank": growsRanks,
+		"recompute": always, "recompute-mlps": partly, "save-every": always, "eval-every": always, "seed": always, "resume": always,
+		"board": always, "quiet": always, "gpus": later, "device": always, "precision": always}
+}
+
 func newFinetune() *cobra.Command {
 	o := &finetuneOptions{}
 	o.deadline = parallel.Deadline

@@ -21,60 +21,8 @@ func always(*pflag.FlagSet) string { return "" }
 func later(*pflag.FlagSet) string { return "" }
 
 // flagRules contains a rule for every flag of every command, so that no flag without effect is accepted
-// silently.
-var flagRules = map[string]map[string]rule{
-	"inspect":    {"model": always},
-	"data":       {},
-	"data check": {"model": always, "seq": always, "show": always, "list": always},
-	"check":      {"model": always, "seq": always, "show": always, "list": always},
-	"eval": {"model": always, "adapter": always, "data": notWith("tasks", "[]", "which measures with the questions of files"),
-		"seq": always, "device": always, "precision": always, "tasks": always, "few-shot": ofTasks,
-		"examples": ofTasks, "chat": ofTasks, "limit": ofTasks, "answer-tokens": ofTasks, "out": ofTasks},
-	"generate": {"model": always, "adapter": always, "prompt": always, "n": always, "chat": always, "device": always,
-		"precision": always, "temperature": always, "top-k": later, "top-p": later, "seed": later,
-		"json-schema": always, "lookup": always},
-	"train": {"model": always, "preset": ofNew, "layers": ofNew, "dim": ofNew, "heads": ofNew,
-		"kv-heads": ofNew, "ff": ofNew, "untied": ofNew, "vocab": ofNew, "tokenizer": ofNew,
-		"documents": ofNew, "cache": ofNew, "max-bytes": always, "held-out": always,
-		"grad-precision": later, "tune": later, "profile": later,
-		"monitor": notWith("gpus", "0", "which starts several processes"),
-		"data":    always, "out": always, "batch": always, "accumulate": always,
-		"seq": always, "lr": always, "grow": always,
-		"adapters": onlyWith("model", "", "the --model that they adapt"), "time": always,
-		"recompute": always, "recompute-mlps": partly, "save-every": always, "eval-every": always, "seed": always,
-		"resume": always, "board": always, "tensorboard": always, "quiet": always, "device": always,
-		"precision": always,
-		"optimizer": always, "schedule": always, "warmup": always, "clip": always,
-		"gguf":          onlyWith("model", "", "--model, or kasmina convert after the run,"),
-		"weight-decay":  decays,
-		"keep-best":     evaluates,
-		"gpus":          later,
-		"steps":         notWith("time", "0s", "the time ends the run"),
-		"directed":      directed,
-		"rank":          onlyWith("adapters", "", "--adapters"),
-		"board-control": onlyWith("board", "", "an address with --board"),
-		"deadline":      later,
-		"save-parts":    later},
-	"finetune": {"model": always, "data": always, "out": always, "method": always, "rank": ofAdapters,
-		"alpha": ofAdapters, "dropout": ofAdapters, "targets": ofAdapters, "merge": ofAdapters, "base": always,
-		"blocks": ofLastBlocks, "steps": always, "epochs": notWith("steps", "0", "which sets the length of the run"),
-		"batch": always, "accumulate": always, "seq": always, "lr": always, "held-out": always, "prompt": always,
-		"beta": later, "preference-loss": later, "label-smoothing": later,
-		"keep": later, "forget": onlyWith("keep", "", "the text to --keep"), "grow-rank": growsRanks,
-		"recompute": always, "recompute-mlps": partly, "save-every": always, "eval-every": always, "seed": always, "resume": always,
-		"board": always, "quiet": always, "gpus": later, "device": always, "precision": always},
-	"serve": {"model": always, "lookup": always, "adapter": always, "addr": always, "api-key": always, "context": always, "slots": always,
-		"queue": always, "timeout": always, "max-body": always, "cors": always, "device": always,
-		"precision": always},
-	"chat": {"model": always, "adapter": always, "system": always, "n": always, "device": always, "precision": always,
-		"temperature": always, "top-k": later, "top-p": later, "seed": later, "json-schema": always, "lookup": always},
-	"convert": {"model": always, "out": always, "gguf": always,
-		"precision": notWith("gguf", "", "which has the type of the weights"),
-		"shard":     notWith("gguf", "", "because a GGUF file is never divided")},
-	"board":   {"addr": always},
-	"report":  {"out": always},
-	"version": {},
-}
+// silently. The file of each command adds its own.
+var flagRules = map[string]map[string]rule{}
 
 // ofNew is the rule of flags that describe a new model.
 func ofNew(f *pflag.FlagSet) string {

@@ -31,6 +31,12 @@ type generateOptions struct {
 	schema      string // file
 }
 
+func init() {
+	flagRules["generate"] = map[string]rule{"model": always, "adapter": always, "prompt": always, "n": always, "chat": always, "device": always,
+		"precision": always, "temperature": always, "top-k": later, "top-p": later, "seed": later,
+		"json-schema": always, "lookup": always}
+}
+
 func newGenerate() *cobra.Command { return new(generateOptions).command() }
 
 func (o *generateOptions) command() *cobra.Command {

@@ -18,6 +18,10 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
+func init() {
+	flagRules["inspect"] = map[string]rule{"model": always}
+}
+
 func newInspect() *cobra.Command {
 	var o common
 	c := &cobra.Command{

@@ -33,7 +33,7 @@ import (
 // kills is the number of runs that TestKilled and TestKilledFinetune each kill:
 //
 //	go test ./cmd/kasmina -run TestKilled -kills 200 -timeout 1h -v
-var kills = flag.Int("kills", 8, "how many times kasmina train and kasmina finetune are killed")
+var kills = flag.Int("kills", 5, "how many times kasmina train and kasmina finetune are killed")
 
 const (
 	// aimVariable tells a process when to kill itself; see aim.

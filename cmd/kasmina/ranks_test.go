@@ -215,7 +215,7 @@ func TestTrainSlowDisk(t *testing.T) {
 	alone, together := filepath.Join(t.TempDir(), "alone"), filepath.Join(t.TempDir(), "together")
 	_, err := kasmina(t, training(alone, "--steps", "3")...)
 	require.NoError(t, err)
-	text, err := program(t, []string{slowVariable + "=" + (5 * deadline).String()},
+	text, err := program(t, []string{slowVariable + "=" + (2 * deadline).String()},
 		training(together, "--steps", "3", "--gpus", "2", "--deadline",
 			deadline.String())...).CombinedOutput()
 	require.NoError(t, err, string(text))

@@ -26,6 +26,12 @@ type serveOptions struct {
 	serve.Options
 }
 
+func init() {
+	flagRules["serve"] = map[string]rule{"model": always, "lookup": always, "adapter": always, "addr": always, "api-key": always, "context": always, "slots": always,
+		"queue": always, "timeout": always, "max-body": always, "cors": always, "device": always,
+		"precision": always}
+}
+
 func newServe() *cobra.Command { return new(serveOptions).command() }
 
 func (o *serveOptions) command() *cobra.Command {

@@ -51,6 +51,31 @@ type trainOptions struct {
 	engine    engineOptions
 }
 
+func init() {
+	flagRules["train"] = map[string]rule{"model": always, "preset": ofNew, "layers": ofNew, "dim": ofNew, "heads": ofNew,
+		"kv-heads": ofNew, "ff": ofNew, "untied": ofNew, "vocab": ofNew, "tokenizer": ofNew,
+		"documents": ofNew, "cache": ofNew, "max-bytes": always, "held-out": always,
+		"grad-precision": later, "tune": later, "profile": later,
+		"monitor": notWith("gpus", "0", "which starts several processes"),
+		"data":    always, "out": always, "batch": always, "accumulate": always,
+		"seq": always, "lr": always, "grow": always,
+		"adapters": onlyWith("model", "", "the --model that they adapt"), "time": always,
+		"recompute": always, "recompute-mlps": partly, "save-every": always, "eval-every": always, "seed": always,
+		"resume": always, "board": always, "tensorboard": always, "quiet": always, "device": always,
+		"precision": always,
+		"optimizer": always, "schedule": always, "warmup": always, "clip": always,
+		"gguf":          onlyWith("model", "", "--model, or kasmina convert after the run,"),
+		"weight-decay":  decays,
+		"keep-best":     evaluates,
+		"gpus":          later,
+		"steps":         notWith("time", "0s", "the time ends the run"),
+		"directed":      directed,
+		"rank":          onlyWith("adapters", "", "--adapters"),
+		"board-control": onlyWith("board", "", "an address with --board"),
+		"deadline":      later,
+		"save-parts":    later}
+}
+
 func newTrain() *cobra.Command { return newTrainOf(&trainOptions{}) }
 
 // newTrainOf returns the command that parses its options into o.

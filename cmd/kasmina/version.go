@@ -8,6 +8,10 @@ import (
 	"github.com/spf13/cobra"
 )
 
+func init() {
+	flagRules["version"] = map[string]rule{}
+}
+
 // newVersion returns the command that prints the version.
 func newVersion() *cobra.Command {
 	return &cobra.Command{

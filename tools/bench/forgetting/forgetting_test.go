@@ -48,6 +48,10 @@ func TestSummarize(t *testing.T) {
 
 // TestRun checks that the command makes the missing runs only, draws a picture, and ends with a JSON object.
 func TestRun(t *testing.T) {
+	large := config
+	t.Cleanup(func() { config = large })
+	config.Dim, config.Layers, config.Heads, config.Seq = 32, 2, 2, 32
+
 	out := t.TempDir()
 	args := []string{"-out", out, "-seeds", "1", "-base-steps", "2", "-steps", "2", "-every", "2", "-arms", "chunk",
 		"-at-once", "2"}

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/optim"
 )
 
 // benchOptions are the options of Study.
@@ -37,19 +38,19 @@ func parseBench(args []string, stderr io.Writer) (o benchOptions, err error) {
 	f := flag.NewFlagSet("bench study", flag.ContinueOnError)
 	f.SetOutput(stderr)
 	f.Usage = func() {
-		fmt.Fprint(stderr, `usage: bench study [options] [arm ...]
+		fmt.Fprintf(stderr, `usage: bench study [options] [arm ...]
 
 Compares growing models with static models on equal budgets and prints a table. An arm is written as
 blocks=12,lr=0.002 (a static model) or blocks=3-12,share=0.1 (a model that grows). Without lr, the
 learning rate is tuned. With share=forecast, control.Forecast decides whether, when and how much to grow.
 Without share, control.Depth decides when to grow, and with share=curve it decides by the loss curve
 alone. Other keys are kind=stack|interleave|middle|new,
-optimizer=adamw|muon|lion|adamw8bit, decay=cosine|linear|late, rewarm=STEPS, moments=kept|fresh,
+optimizer=%s, decay=cosine|linear|late, rewarm=STEPS, moments=kept|fresh,
 outputs=random|zero, norms=none|qk and boundary=NUMBER (llm.Config.Boundary). Without arms, the published comparison is made.
 
 Each run writes a record to the folder -out. A run with a record is not repeated.
 
-`)
+`, strings.Join(optim.ChoiceNames(), "|"))
 		f.PrintDefaults()
 	}
 
