@@ -130,6 +130,9 @@ func (m *Machine) Keep(cached *gorgonia.Node, from gorgonia.VM, keys,
 			if a, err = retained(other, n); err != nil {
 				return err
 			}
+			if err = other.hasValues(); err != nil {
+				return err
+			}
 		}
 
 		if a.Type != to.Type || len(a.Shape) != 2 || a.Shape[1] != to.Shape[1] ||

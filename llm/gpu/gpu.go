@@ -159,7 +159,7 @@ func (b builder) compile(more ...cudaops.MachineOption) (*engine, error) {
 	makeMachine := func(g *llm.Graph) (llm.Machine, error) {
 		opts := append(slices.Clip(b.opts), append(draws(g), cudaops.WithParamsOf(machine),
 			cudaops.WithOutputs(g.Outputs()...))...)
-		if g.Kind == llm.ForLoss {
+		if g.Kind == llm.ForLoss || g.Rows != nil && g.Pages == nil { // all but the graphs that decode step by step
 			opts = append(opts, cudaops.WithSharedRuns())
 		}
 		return cudaops.NewMachine(b.device, g.G, opts...)
