@@ -570,9 +570,10 @@ func (c *compiler) fuseGate(n *gorgonia.Node) bool {
 	s := &gateState{mul: mul, group: g, ab: c.NewArray(g.x.Type, rows, 2*f), gelu: o.GELU}
 	h := c.NewArray(g.x.Type, rows, f)
 	p, t := c.weighted(n, s.ab, g.x, g.weights, false), g.second()
+	q := c.float8Output(h, p.ScaleA != nil && c.wantsFloat8(mul))
 	m := silu.Mul{Rows: rows, F: f, GELU: s.gelu, Type: h.Type}
 	several := append(c.products(n, p, t), newCall(c, n, &m, program.Writes(&m.H, h),
-		program.Reads(&m.AB, s.ab)))
+		program.Reads(&m.AB, s.ab), program.Writes(&m.H8, q.Values), program.Writes(&m.Scale8, q.Scales)))
 	one := gemm.SiLUProduct{Gate: gemm.Gate{Rows: rows, F: f, D: g.x.Shape[1], Type: h.Type}}
 	args := append(t.operands(&one.Term), program.Writes(&one.H, h), program.Writes(&one.AB, s.ab),
 		program.Reads(&one.X, g.x), program.Reads(&one.Weights, p.B))
@@ -603,9 +604,11 @@ func (c *compiler) fuseMulGrad(n *gorgonia.Node, g *frozenGroup, dy *program.Arr
 	grads := []*gorgonia.Node{n}
 	o := c.readOutputGrad(n, g, grads, dy)
 	p := c.weighted(n, product, dy, g.weights, true)
+	q := c.float8Output(s.dab, p.ScaleA != nil && c.float8(rows, float8Pack, 2*f))
 	m := silu.MulBackward{Rows: rows, F: f, GELU: s.gelu, Type: dy.Type}
 	several := append(c.products(n, p, o.term), newCall(c, n, &m, program.Writes(&m.H, h),
-		program.Writes(&m.DAB, s.dab), program.Reads(&m.DH, product), program.Reads(&m.AB, s.ab)))
+		program.Writes(&m.DAB, s.dab), program.Reads(&m.DH, product), program.Reads(&m.AB, s.ab),
+		program.Writes(&m.DAB8, q.Values), program.Writes(&m.Scale8, q.Scales)))
 	one := gemm.SiLUProductBackward{Gate: gemm.Gate{Rows: rows, F: f, D: d, Type: dy.Type}}
 	args := append(o.operands(&one.Term), program.Writes(&one.DAB, s.dab), program.Reads(&one.AB, s.ab),
 		program.Reads(&one.G, dy), program.Reads(&one.Down, p.B))
