@@ -27,7 +27,25 @@ func ranksJob(c *cobra.Command, args []string) (*launch.Job, error) {
 	if err != nil || gpus < 0 {
 		return nil, err
 	}
-	return launch.ForGPUs(gpus, args, os.Getenv)
+
+	job, err := launch.ForGPUs(gpus, args, os.Getenv)
+	if err != nil || job == nil {
+		return job, err
+	}
+	return job, checkJob(c, gpus)
+}
+
+// checkJob returns an error for options that do not allow several processes, so that none is started.
+func checkJob(c *cobra.Command, gpus int) error {
+	// Without --accumulate, a run that is continued takes the value from before.
+	if n, err := c.Flags().GetInt("accumulate"); err == nil && c.Flags().Changed("accumulate") && n >= 1 && n < gpus {
+		return fmt.Errorf("--gpus: with --accumulate %d, a step leaves nothing to do for some of %d processes: give --accumulate %d, "+
+			"or a multiple of it", n, gpus, gpus)
+	}
+	if grows, err := c.Flags().GetBool("grow-rank"); err == nil && grows {
+		return errGrowRankProcesses
+	}
+	return nil
 }
 
 // ownOptions lists the options that may differ between ranks: paths on each host, and options that only

@@ -320,6 +320,11 @@ func TestRanksJob(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, 2, job.PerNode)
 	require.Equal(t, training("x", "--gpus", "2"), job.Args)
+	_, err = jobOf(training("x", "--gpus", "3", "--accumulate", "2"))
+	require.EqualError(t, err, "--gpus: with --accumulate 2, a step leaves nothing to do for some of 3 processes: give "+
+		"--accumulate 3, or a multiple of it")
+	_, err = jobOf(strings.Fields("finetune -m x -d y -o z --gpus 2 --grow-rank"))
+	require.ErrorIs(t, err, errGrowRankProcesses)
 	_, err = kasmina(t, training("x", "--gpus", "-1")...)
 	require.ErrorContains(t, err, "--gpus is -1")
 	for name, value := range map[string]string{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",

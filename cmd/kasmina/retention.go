@@ -51,13 +51,16 @@ func (r *retentionOptions) flags(c *cobra.Command) {
 		"they gain most for what they make the model forget, up to as many parameters as --rank gives")
 }
 
+// errGrowRankProcesses is the error of --grow-rank with several processes.
+var errGrowRankProcesses = errors.New("--grow-rank needs a single process: leave out --gpus")
+
 // checkRetention returns an error for invalid options. It is called before any file is read.
 func (o *finetuneOptions) checkRetention() error {
 	switch {
 	case !(o.forget > 0) || math.IsInf(o.forget, 0):
 		return fmt.Errorf("--forget is %v, want a finite number above 0", o.forget)
 	case o.growRank && o.gpus > 1:
-		return errors.New("--grow-rank needs a single process: leave out --gpus")
+		return errGrowRankProcesses
 	}
 	return nil
 }
