@@ -3,6 +3,9 @@ package docs_test
 import (
 	"context"
 	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
 	"maps"
 	"os"
 	"os/exec"
@@ -20,12 +23,13 @@ import (
 // programs holds the binaries of the module's commands and their options.
 type programs struct {
 	folder  string
-	options map[string]map[string]bool // by package path relative to the module, without dashes
+	options map[string]map[string]bool // by package path relative to the module, without dashes; of kasmina, by subcommand, with dashes
 }
 
 var optionPattern = regexp.MustCompile(`(?m)^  -([a-z0-9-]+)`)
 
-// build builds all commands of the module.
+// build builds the programs that documents run or whose options their help lists best: the command and the
+// benchmarks. It reads the options of all other programs in their sources, because linking takes seconds.
 var build = sync.OnceValues(func() (*programs, error) {
 	folder, err := os.MkdirTemp("", "documents")
 	if err != nil {
@@ -39,19 +43,24 @@ var build = sync.OnceValues(func() (*programs, error) {
 		return p, err
 	}
 
-	all := strings.Fields(out)
-
 	// Linking debug information would double the time.
-	_, err = command("go", append([]string{"build", "-ldflags=-s -w", "-o", folder}, all...)...)
+	built := []string{"./cmd/kasmina", "./tools/bench"}
+	_, err = command("go", append([]string{"build", "-ldflags=-s -w", "-o", folder}, built...)...)
 	if err != nil {
 		return p, err
 	}
 
-	for _, importPath := range all {
-		help, err := exec.Command(filepath.Join(folder, filepath.Base(importPath)),
-			"--help").CombinedOutput()
-		if options := optionsIn(help); len(options) > 1 || err == nil { // a program without options accepts everything
-			p.options["."+strings.TrimPrefix(importPath, module)] = options
+	for _, importPath := range strings.Fields(out) {
+		program := "." + strings.TrimPrefix(importPath, module)
+		if slices.Contains(built, program) {
+			help, err := exec.Command(filepath.Join(folder, filepath.Base(program)), "--help").CombinedOutput()
+			if options := optionsIn(help); len(options) > 1 || err == nil { // a program without options accepts everything
+				p.options[program] = options
+			}
+			continue
+		}
+		if p.options[program], err = declaredOptions(filepath.Join(root, program)); err != nil {
+			return p, err
 		}
 	}
 
@@ -69,6 +78,41 @@ var build = sync.OnceValues(func() (*programs, error) {
 
 // subcommands lists the subcommands of programs other than kasmina.
 var subcommands = map[string][]string{"./tools/bench": {"decode", "growth", "study"}}
+
+var declaration = regexp.MustCompile(`^(Bool|Int|Int64|Uint|Uint64|String|Float64|Duration|Func|BoolFunc|Text)?(Var)?$`)
+
+// declaredOptions returns the options that the files of a folder declare with package flag, without dashes.
+func declaredOptions(folder string) (map[string]bool, error) {
+	files, err := filepath.Glob(filepath.Join(folder, "*.go"))
+	options := map[string]bool{"help": true}
+	for _, name := range files {
+		file, err := parser.ParseFile(token.NewFileSet(), name, nil, parser.SkipObjectResolution)
+		if err != nil {
+			return nil, err
+		}
+		ast.Inspect(file, func(n ast.Node) bool {
+			call, ok := n.(*ast.CallExpr)
+			if !ok {
+				return true
+			}
+			function, ok := call.Fun.(*ast.SelectorExpr)
+			if !ok || !declaration.MatchString(function.Sel.Name) {
+				return true
+			}
+			at := 0 // index of the name
+			if strings.HasSuffix(function.Sel.Name, "Var") {
+				at = 1
+			}
+			if at < len(call.Args)-1 {
+				if text, ok := call.Args[at].(*ast.BasicLit); ok && text.Kind == token.STRING {
+					options[strings.Trim(text.Value, "\"`")] = true
+				}
+			}
+			return true
+		})
+	}
+	return options, err
+}
 
 // optionsIn returns the options that a program's help lists, without dashes.
 func optionsIn(help []byte) map[string]bool {
@@ -199,14 +243,18 @@ var kasminaOption = regexp.MustCompile(`(?m)^ +(?:(-[a-z]), )?(--[a-z0-9-]+)`)
 
 // checkKasmina returns an error if kasmina lacks a subcommand or one of its options.
 func (p *programs) checkKasmina(args []string) error {
-	help, err := exec.Command(filepath.Join(p.folder, "kasmina"), args[0], "--help").CombinedOutput()
-	if err != nil {
-		return fmt.Errorf("kasmina %s: %w\n%s", args[0], err, help)
-	}
+	options, known := p.options["kasmina "+args[0]]
+	if !known {
+		help, err := exec.Command(filepath.Join(p.folder, "kasmina"), args[0], "--help").CombinedOutput()
+		if err != nil {
+			return fmt.Errorf("kasmina %s: %w\n%s", args[0], err, help)
+		}
 
-	options := map[string]bool{}
-	for _, m := range kasminaOption.FindAllStringSubmatch(string(help), -1) {
-		options[m[1]], options[m[2]] = true, true
+		options = map[string]bool{}
+		for _, m := range kasminaOption.FindAllStringSubmatch(string(help), -1) {
+			options[m[1]], options[m[2]] = true, true
+		}
+		p.options["kasmina "+args[0]] = options
 	}
 
 	for _, a := range args[1:] {

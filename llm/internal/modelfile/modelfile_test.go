@@ -2,7 +2,6 @@ package modelfile
 
 import (
 	"encoding/json"
-	"maps"
 	"os"
 	"path/filepath"
 	"strings"
@@ -67,7 +66,7 @@ func TestMoments(t *testing.T) {
 		f, err := Open(path)
 		require.NoError(t, err)
 		defer f.Close()
-		return f.Moments(t.Context(), Shape{Params: maps.All(map[string][]int{"w": {2, 3}})})
+		return f.Moments(t.Context(), Shape{Params: func(yield func(string, []int) bool) { yield("w", []int{2, 3}) }})
 	}
 
 	const id = "0123456789abcdef"
