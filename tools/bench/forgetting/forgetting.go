@@ -58,7 +58,7 @@ type arm struct {
 // plain reports whether the arm is LoRA as most people use it, with which the other arms are compared.
 func (a arm) plain() bool { return a.rank > 0 && !a.rs && !a.grows && !a.mixed }
 
-// arms returns all ways of tuning, with three learning rates each. If the matrices a are fixed, only half
+// arms returns all ways of tuning, with at least three learning rates each. If the matrices a are fixed, only half
 // of the parameters learn, so a fourth and higher rate is added.
 func arms() []arm {
 	adapter, weights := []float64{1e-3, 3e-3, 1e-2}, []float64{1e-4, 3e-4, 1e-3}
@@ -72,6 +72,8 @@ func arms() []arm {
 		{name: "growing", rank: 16, grows: true, rates: adapter},
 		{name: "growing, old text", rank: 16, grows: true, old: true, rates: adapter},
 		{name: "growing, old text, fixed a", rank: 16, grows: true, old: true, fixed: true, rates: append(adapter, 3e-2)},
+		{name: "growing, old text, fixed a, a tenth old text", rank: 16, grows: true, old: true, fixed: true, mixed: true,
+			rates: append(adapter, 3e-2)},
 		{name: "chunk seeds", chunk: true, rates: adapter},
 	}
 }
