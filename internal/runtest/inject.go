@@ -65,11 +65,13 @@ type injector struct {
 	stop   func()
 
 	// stages returns the stages of all seeds. They are recorded after the orders of a step have been
-	// given, which is before a failure in the preparation of the next step, and again at the next
-	// update.
+	// given, which is before a failure in the preparation of the next step, and after the failure at each
+	// update before that step ends. The last of these updates comes after the preparation, even if a twin
+	// has caught up in between.
 	stages                  func() [][]state.Stage
 	settled, failed, passed [][]state.Stage
-	step                    int // last step before the failure
+	preparing               bool // the step in which the call failed has not ended
+	step                    int  // last step before the failure
 	now                     func() int
 	dropped                 []dropped // commands that without removes
 }
@@ -147,12 +149,11 @@ func (i *injector) due(op string) bool {
 	}
 
 	i.fired = true
-	i.step, i.failed, i.passed = i.now(), i.settled, nil
+	i.step, i.failed, i.passed, i.preparing = i.now(), i.settled, nil, i.settled != nil
 	return true
 }
 
-// moves returns the transitions that the trainer made because of the failure, before the next
-// update.
+// moves returns the transitions that the trainer made because of the failure while it prepared the step.
 func (i *injector) moves() (all []move) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -193,9 +194,9 @@ func (i *injector) call(op string) error {
 	return nil
 }
 
-// note records the stages of all seeds at the first update after a failure. By the first update of a
-// step, the step's preparation is complete. Gradient computations are no such sign, because directed
-// planting computes gradients of its own during the preparation.
+// note records the stages of all seeds at the updates after a failure. When a step makes its update, its
+// preparation is complete. Gradient computations are no such sign, because directed planting computes gradients
+// of its own during the preparation.
 func (i *injector) note(op string) {
 	if op != "Update" {
 		return
@@ -203,17 +204,16 @@ func (i *injector) note(op string) {
 
 	i.mu.Lock()
 	defer i.mu.Unlock()
-	if i.fired && i.failed != nil && i.passed == nil {
+	if i.preparing {
 		i.passed = i.stages()
 	}
-	i.settled = nil
 }
 
-// unsettle discards the recorded stages, because orders are about to change them.
+// unsettle discards the recorded stages after a step, because orders are about to change them.
 func (i *injector) unsettle() {
 	i.mu.Lock()
 	defer i.mu.Unlock()
-	i.settled = nil
+	i.settled, i.preparing = nil, false
 }
 
 func (i *injector) failure(op string) error {
