@@ -18,6 +18,7 @@ const (
 	compactLanes           = 32 // columns of a panel of compact weights
 	compactBlock           = 32 // elements along k that share a scale
 	compactAhead           = 2048
+	compactAheadOfTwo      = 1024             // in each of two panels
 	compactStepsPerPass    = 4                // steps along k that are unrolled for 8-bit weights
 	compactRowBytes        = 4 * compactLanes // of a row of B, except with 8-bit weights
 	compactScaleBytes      = 2 * compactLanes
@@ -142,6 +143,10 @@ func compact(v isa, name string, body func(*compactKernel)) {
 		CMPQ(RAX, Imm(uint64(m)))
 		JE(LabelRef(fmt.Sprintf("rows%dx0", m)))
 	}
+	if name == "BF16" {
+		CMPQ(RAX, Imm(0))
+		JE(LabelRef("twoPanels"))
+	}
 	for m := 1; m <= v.compactRows(); m++ {
 		c := &compactKernel{isa: v, name: name, m: m, nv: compactLanes * 4 / v.bytes}
 		if v.bytes == 32 && m > compactWidestRowsAVX2 {
@@ -158,6 +163,54 @@ func compact(v isa, name string, body func(*compactKernel)) {
 		VZEROUPPER()
 		RET()
 	}
+	if name == "BF16" {
+		twoPanelsBF16(v)
+	}
+}
+
+// twoPanelsBF16 generates the products of one row of X and two consecutive panels of weights in bfloat16. Twice as many
+// sums hide the latency of the additions, and memory delivers two streams faster than one. The sums are those of the
+// kernel for one panel.
+func twoPanelsBF16(v isa) {
+	c := &compactKernel{isa: v, name: "BF16", m: 1, nv: 2 * compactLanes * 4 / v.bytes}
+	Label("twoPanels")
+	c.begin()
+	second := R14
+	c.end(second) // the second panel follows the first
+	c.eachOfC(func(i, j int, m Mem) { VMOVUPS(m, c.acc(i, j)) })
+	mask, x, w, part := c.regs[len(c.regs)-1], []VecPhysical{c.free(0), c.free(1)}, c.free(2), c.free(3)
+	VMOVUPS(constant("highHalf", 0xffff0000), mask)
+
+	Label("twoPanelsK")
+	for at := 0; at < compactRowBytes; at += compactPrefetchedBytes {
+		PREFETCHT0(Mem{Base: RSI, Disp: compactAheadOfTwo + at})
+		PREFETCHT0(Mem{Base: second, Disp: compactAheadOfTwo + at})
+	}
+	VBROADCASTSS(c.row(0, 0), x[0])
+	VBROADCASTSS(c.row(0, 4), x[1])
+	for j := range c.nv {
+		b := Mem{Base: RSI, Disp: j * c.bytes}
+		if j >= c.nv/2 {
+			b = Mem{Base: second, Disp: (j - c.nv/2) * c.bytes}
+		}
+		VMOVUPS(b, w)
+		VPSLLD(Imm(16), w, part)
+		VFMADD231PS(part, x[0], c.acc(0, j))
+		if c.bytes == 64 {
+			VPANDD(mask, w, part)
+		} else {
+			VPAND(mask, w, part)
+		}
+		VFMADD231PS(part, x[1], c.acc(0, j))
+	}
+	ADDQ(Imm(compactRowBytes), RSI)
+	ADDQ(Imm(compactRowBytes), second)
+	c.advance(8)
+	SUBQ(Imm(2), RAX)
+	JG(LabelRef("twoPanelsK"))
+	c.eachOfC(func(i, j int, m Mem) { VMOVUPS(c.acc(i, j), m) })
+	VZEROUPPER()
+	RET()
 }
 
 // compactF32 generates the products of weights in float32. A row of B holds the weights of an element.

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math"
+	"runtime"
 	"sync"
 	"unsafe"
 
@@ -344,8 +345,9 @@ func (w *Compact) linearInParts(stop *cpu.Stop, y, x []float32, rows int) {
 // compactKernels multiplies by compact weights with one instruction set.
 type compactKernels struct {
 	byType [3]func(*strip)
-	rows   int // maximum number of rows of a strip
-	once   int // with at most as many rows, weights are read only once
+	rows   int     // maximum number of rows of a strip
+	once   int     // with at most as many rows, weights are read only once
+	two    [3]bool // whether the kernel of a type multiplies one row by two panels if strip.m is 0
 }
 
 // strip describes the work of a kernel: C += X·B for m rows of X and C, a panel B of 32 columns and k
@@ -373,7 +375,26 @@ const (
 	compactDepth = 256
 	// compactSpan is the number of bytes of weights that make a span of work.
 	compactSpan = 32 << 10
+	// compactLongSpan is that number for a few rows, which wait for memory most of the time. Each core reads
+	// consecutive panels, because memory delivers the first bytes of a span slowly.
+	compactLongSpan = 288 << 10
+	// compactSpansPerCore is the number of spans that each core gets at least, so that all finish at the same
+	// time.
+	compactSpansPerCore = 4
 )
+
+// spanPanels returns the number of panels that make a span of work.
+func (p *compactProducts) spanPanels(panelBytes int) int {
+	least := max(1, compactSpan/panelBytes)
+	if p.rows > compactWith.once {
+		return least
+	}
+	n := max(least, min(compactLongSpan/panelBytes, p.panels/(compactSpansPerCore*runtime.GOMAXPROCS(0))))
+	if p.two && n > 1 {
+		n -= n % 2
+	}
+	return n
+}
 
 // A CompactProduct is a product with a compact matrix. Y is [rows, W.Out].
 type CompactProduct struct {
@@ -405,7 +426,7 @@ func CompactLinear(stop *cpu.Stop, x []float32, rows int, products ...CompactPro
 	}
 
 	p := compactProducts{stop: stop, x: x, rows: rows, width: first.depth(),
-		kernel: compactWith.byType[first.Type]}
+		kernel: compactWith.byType[first.Type], two: rows == 1 && compactWith.two[first.Type]}
 	checkMatrix(x, rows, first.In, first.In)
 	for i, q := range products {
 		if q.W.Type != first.Type || q.W.In != first.In {
@@ -432,7 +453,7 @@ func CompactLinear(stop *cpu.Stop, x []float32, rows int, products ...CompactPro
 		p.part = min(p.width, compactDepth)
 	}
 
-	cpu.Spread(p.panels, max(1, compactSpan/first.panelBytes()), p)
+	cpu.Spread(p.panels, p.spanPanels(first.panelBytes()), p)
 }
 
 // compactProducts holds the arguments of CompactLinear. An index of a span is a panel. The panels of all
@@ -446,6 +467,7 @@ type compactProducts struct {
 	rows, width int // of x
 	part        int // elements along k that stay in the first-level cache
 	kernel      func(*strip)
+	two         bool // whether to multiply by two panels at once
 }
 
 // strips holds strips of past calls, because a call through a pointer to a kernel moves its argument to
@@ -462,7 +484,13 @@ func (p *compactProducts) Span(lo, hi int) {
 				start = p.ends[i]
 				i++
 			}
-			p.panel(s, &p.products[i], panel-start, from, to)
+			q := &p.products[i]
+			if p.two && panel+1 < hi && (panel+2-start)*compactLanes <= q.W.Out {
+				p.twoPanels(s, q, panel-start)
+				panel++
+				continue
+			}
+			p.panel(s, q, panel-start, from, to)
 		}
 	}
 	s.x, s.b, s.c = nil, nil, nil
@@ -482,6 +510,14 @@ func (p *compactProducts) panel(s *strip, q *CompactProduct, panel, from, to int
 		clear(y[i*out:][:compactLanes])
 	}
 	p.strips(s, y, out, q.W.panel(panel), q.W, from, to)
+}
+
+// twoPanels computes the columns of a panel and the next one for a single row.
+func (p *compactProducts) twoPanels(s *strip, q *CompactProduct, panel int) {
+	y := q.Y[panel*compactLanes:][:2*compactLanes]
+	clear(y)
+	s.m, s.k, s.x, s.b, s.c = 0, p.width, &p.x[0], &q.W.panel(panel)[0], &y[0]
+	p.kernel(s)
 }
 
 // lastPanel is panel for a panel with fewer columns than kernels write.
@@ -519,7 +555,7 @@ func (p *compactProducts) strips(s *strip, y []float32, stride int, panel []byte
 
 // portableCompact returns the kernels in plain Go.
 func portableCompact() compactKernels {
-	return compactKernels{[...]func(*strip){stripFloat32, stripBF16, stripQ8}, 4, 1}
+	return compactKernels{[...]func(*strip){stripFloat32, stripBF16, stripQ8}, 4, 1, [3]bool{}}
 }
 
 // rows returns the elements along k of row i of X, and row i of C.

@@ -27,9 +27,9 @@ func compactQ8AVX2(s *strip)
 func compactKernelsFor(l cpu.ISA) compactKernels {
 	switch l {
 	case cpu.AVX512:
-		return compactKernels{[...]func(*strip){compactF32AVX512, compactBF16AVX512, compactQ8AVX512}, 8, 8}
+		return compactKernels{[...]func(*strip){compactF32AVX512, compactBF16AVX512, compactQ8AVX512}, 8, 8, [3]bool{BFloat16: true}}
 	case cpu.AVX2:
-		return compactKernels{[...]func(*strip){compactF32AVX2, compactBF16AVX2, compactQ8AVX2}, 6, 2}
+		return compactKernels{[...]func(*strip){compactF32AVX2, compactBF16AVX2, compactQ8AVX2}, 6, 2, [3]bool{BFloat16: true}}
 	}
 	return portableCompact()
 }

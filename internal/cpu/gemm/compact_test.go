@@ -39,7 +39,8 @@ func TestCompactLinear(t *testing.T) {
 		r := randtest.New(t)
 		for _, typ := range []CompactType{Float32, BFloat16, Q8} {
 			for _, s := range [][3]int{{1, 1, 1}, {2, 33, 31}, {3, 64, 32}, {4, 31, 95}, {5, 100, 130}, {6, 32, 257},
-				{7, 40, 256}, {8, 129, 320}, {9, 65, 288}, {13, 70, 64}, {131, 97, 300}, {1, 300, 1024}} {
+				{7, 40, 256}, {8, 129, 320}, {9, 65, 288}, {13, 70, 64}, {131, 97, 300}, {1, 300, 1024}, {3, 1100, 96},
+				{2, 2081, 130}} {
 				rows, out, in := s[0], s[1], s[2]
 				t.Run(fmt.Sprintf("%v %v", typ, s), func(t *testing.T) {
 					w := newCompact(t, typ, out, in, cputest.Normal(r, out*in, 1))
