@@ -436,7 +436,7 @@ func TestSharedRuns(t *testing.T) {
 }
 
 // TestMemoryPlanOnFake compares the memory that a machine plans with the memory that the driver has given it after
-// training steps, in different configurations. Both leave out the workspace.
+// training steps and evaluations, in different configurations. Both leave out the workspace.
 func TestMemoryPlanOnFake(t *testing.T) {
 	c := llm.Config{Vocab: 64, Dim: 32, Layers: 2, Heads: 2, KVHeads: 1, FF: 256, Seq: 48, Documents: true}.Default()
 	targets, err := c.MatchLayers(llm.AllLinear)
@@ -485,7 +485,21 @@ func TestMemoryPlanOnFake(t *testing.T) {
 
 			plan, ok := tr.MemoryPlan()
 			require.True(t, ok)
+			held, err := chatdata.NewLoader([]chatdata.Sequence{sequence, sequence}, data.LoaderConfig{Batch: 2, Seq: c.Seq})
+			require.NoError(t, err)
+			rows, err := held.Next()
+			require.NoError(t, err)
+			evaluation, err := data.NewPackedEvaluation(rows, 80, 2, c.Seq)
+			require.NoError(t, err)
+			evaluations := 0
+			tr.On(llm.Evaluate(tr, evaluation, 1), func(e llm.Event) error {
+				if e.Kind == llm.EvalEnd {
+					evaluations++
+				}
+				return nil
+			})
 			require.NoError(t, tr.Run(t.Context()))
+			require.Equal(t, 2, evaluations)
 			after, _, err := device.Memory()
 			require.NoError(t, err)
 			planned, counted := plan.Total()-plan.Workspace, int(before-after)-plan.Workspace
