@@ -215,14 +215,23 @@ type term struct {
 	transW bool
 }
 
-// products returns the calls that compute a product and add a term to it.
+// products returns the calls that compute a product and add a term to it. In float8, the term comes first. The
+// product then reads it while it computes, whereas a term of little depth takes as long as reading and writing the
+// sum.
 func (c *compiler) products(n *gorgonia.Node, p program.Product, t term) []*program.Call {
-	all := []*program.Call{c.newProduct(n, p)}
-	if t.x != nil {
-		all = append(all, c.newProduct(n, program.Product{D: p.D, A: t.x, B: t.w, TransB: t.transW,
-			Beta: 1}))
+	if t.x == nil {
+		return []*program.Call{c.newProduct(n, p)}
 	}
-	return all
+
+	second := program.Product{D: p.D, A: t.x, B: t.w, TransB: t.transW}
+	if p.ScaleA == nil {
+		second.Beta = 1
+		return []*program.Call{c.newProduct(n, p), c.newProduct(n, second)}
+	}
+
+	second.C, second.Beta = p.C, p.Beta
+	p.C, p.Beta = nil, 1
+	return []*program.Call{c.newProduct(n, second), c.newProduct(n, p)}
 }
 
 // operands returns the operands of a launch that adds t to its product.
