@@ -14,6 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/board/internal/store"
 	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/optime"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -60,7 +61,7 @@ func everywhere(t *testing.T, run *store.Run, blocks int, sample string) {
 		e.RunTokens, e.RunFLOPs = int64(step)*4096, float64(step)*4e12
 		run.Take(e)
 		if step == 1 {
-			e.Kind, e.Ceiling = llm.Measured, llm.Ceiling{Product: 2e13, Type: "bfloat16"}
+			e.Kind, e.Ceiling = llm.Measured, optime.Ceiling{Product: 2e13, Type: "bfloat16"}
 			run.Take(e)
 		}
 		if step%100 == 0 {

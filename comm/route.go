@@ -33,6 +33,14 @@ type Route interface {
 	Close() error
 }
 
+// Uncapturable is a [Group] whose work cannot be captured in a CUDA graph.
+type Uncapturable interface {
+	Group
+
+	// Uncaptured does nothing.
+	Uncaptured()
+}
+
 // Router is implemented by groups with their own, cheaper form of routes.
 type Router interface {
 	// Route creates a route. All ranks must call it with matching legs: the n-th leg to a rank

@@ -4,14 +4,8 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/optime"
 )
-
-// OpTime is the time that the nodes of one op take in a run.
-type OpTime = optime.OpTime
-
-// Table formats the times of ops for display, one line per op, with each op's share of the total.
-func Table(times []OpTime) string { return optime.Table(times) }
 
 // WithMonitor makes the machine time the ops of one run in every n, where n is the argument. Timing
 // does not change a run's results. [Machine.Monitor] returns the times.
@@ -61,13 +55,13 @@ func (o *monitor) addSample() {
 
 // Monitor returns the average time of each op in the runs timed so far, longest first, with the
 // variants used. It returns nil before the first timed run and without [WithMonitor].
-func (m *Machine) Monitor() []OpTime {
+func (m *Machine) Monitor() []optime.OpTime {
 	o := m.monitor
 	if o == nil || o.samples == 0 || m.closed {
 		return nil
 	}
 
-	var times []OpTime
+	var times []optime.OpTime
 	for i := range m.program.steps {
 		s := &m.program.steps[i]
 		if s.idle() {
@@ -77,7 +71,7 @@ func (m *Machine) Monitor() []OpTime {
 		if variant == "" {
 			variant = s.soleVariant()
 		}
-		times = append(times, OpTime{Op: s.name(), Tasks: 1,
+		times = append(times, optime.OpTime{Op: s.name(), Tasks: 1,
 			Time: o.total[i] / time.Duration(o.samples), Bytes: float64(s.bytes()),
 			FLOPs: s.flops(), Variants: []string{variant}})
 	}

@@ -11,13 +11,10 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/opbase"
-	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/internal/variantrule"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/optime"
 )
-
-// Choice is the variant that a machine uses for an op and shape.
-type Choice = optime.Choice
 
 // The variants that rules can choose.
 const (
@@ -69,15 +66,15 @@ func (c *compiler) variant(op string, variants ...string) string {
 
 // Choices returns the variants of the machine's ops, one entry for each op and shape, in the order of
 // execution.
-func (m *Machine) Choices() []Choice {
-	var choices []Choice
+func (m *Machine) Choices() []optime.Choice {
+	var choices []optime.Choice
 	seen := map[string]bool{}
 	for i := range m.program.steps {
 		s := &m.program.steps[i]
 		if s.idle() {
 			continue
 		}
-		c := Choice{Op: s.name(), Shape: s.shapes(), Source: optime.ByRule}
+		c := optime.Choice{Op: s.name(), Shape: s.shapes(), Source: optime.ByRule}
 		if seen[c.Op+" "+c.Shape] {
 			continue
 		}

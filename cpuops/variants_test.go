@@ -11,6 +11,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // residual returns the graph of tanh(x + x·wᵀ) ⊙ x with the gradient of the parameter w.
@@ -59,7 +60,7 @@ func TestVariants(t *testing.T) {
 			require.Equal(t, want, got, c.rules)
 			require.Equal(t, wantGrad, grad, c.rules)
 		}
-		named := map[string]cpuops.Choice{}
+		named := map[string]optime.Choice{}
 		for _, choice := range m.Choices() {
 			named[choice.Op] = choice
 			require.Contains(t, choice.Variants, choice.Variant)
@@ -120,11 +121,11 @@ func TestMonitor(t *testing.T) {
 
 	require.Empty(t, plain.Monitor())
 	times := m.Monitor()
-	require.True(t, slices.IsSortedFunc(times, func(a, b cpuops.OpTime) int {
+	require.True(t, slices.IsSortedFunc(times, func(a, b optime.OpTime) int {
 		return int(b.Time - a.Time)
 	}))
-	at := func(name string) cpuops.OpTime {
-		i := slices.IndexFunc(times, func(o cpuops.OpTime) bool { return o.Op == name })
+	at := func(name string) optime.OpTime {
+		i := slices.IndexFunc(times, func(o optime.OpTime) bool { return o.Op == name })
 		require.GreaterOrEqual(t, i, 0, "%s is not among %v", name, times)
 		return times[i]
 	}
@@ -133,7 +134,7 @@ func TestMonitor(t *testing.T) {
 	require.Equal(t, 4.0*32*64*64, at("LinearGrad").FLOPs)
 	require.Equal(t, 1, at("Accumulate").Tasks)
 	require.Zero(t, at("Accumulate").FLOPs)
-	require.Contains(t, cpuops.Table(times), "LinearAdd")
+	require.Contains(t, optime.Table(times), "LinearAdd")
 	require.NoError(t, m.Close())
 	require.Empty(t, m.Monitor())
 }

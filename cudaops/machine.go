@@ -387,9 +387,6 @@ func borrowable(p *program.Program) error {
 // Memory returns the number of bytes of device memory that the machine holds: parameters, constants,
 // values of a run, optimizer state and workspace.
 func (m *Machine) Memory() int {
-	if m == nil || m.runner == nil {
-		return 0
-	}
 	return m.runner.Memory.Held() + m.optimizer.Held()
 }
 
@@ -505,7 +502,7 @@ func (m *Machine) Reset() {}
 // Close waits for the device and frees the machine's memory there.
 func (m *Machine) Close() (err error) {
 	defer annotate("Machine.Close", &err)
-	if m == nil || m.runner == nil || m.runner.State.Closed() {
+	if m.runner.State.Closed() {
 		return nil
 	}
 

@@ -312,9 +312,6 @@ const firstLossScale = 1 << 16
 // LossScale returns the loss scale after the last update. It is 1 for a machine that does not scale
 // the loss.
 func (m *Machine) LossScale() LossScale {
-	if m == nil || m.runner == nil {
-		return LossScale{}
-	}
 	s := m.runner.Scale.Current
 	return LossScale{Scale: float64(s.Scale), Good: int(s.Good), Skipped: int(s.Skipped)}
 }
@@ -353,9 +350,6 @@ func (m *Machine) SetLossScale(s LossScale) (err error) {
 // GradientPrecision returns BFloat16 if the machine keeps any parameter's gradient in that type
 // (see [WithGradientPrecision]), and Float32 otherwise.
 func (m *Machine) GradientPrecision() Precision {
-	if m == nil || m.runner == nil {
-		return Float32
-	}
 	for _, p := range m.config.Params {
 		if g := m.runner.Program.Values[p.Deriv()]; g != nil && g.Type == gpu.BFloat16 {
 			return BFloat16

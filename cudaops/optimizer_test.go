@@ -34,11 +34,11 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/update"
 	"github.com/kasmina-go/kasmina/internal/cpu/optimizer"
 	"github.com/kasmina-go/kasmina/internal/opbase"
-	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/optime"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -559,7 +559,7 @@ func TestNewtonSchulzTuned(t *testing.T) {
 		var log bytes.Buffer
 		m := openMachine(t, device, g, timedWithNewFile(t, c.least),
 			WithTuning(TuneCached), WithOutputs(y), logTo(&log))
-		i := slices.IndexFunc(m.Choices(), func(c Choice) bool { return c.Op == "NewtonSchulz" })
+		i := slices.IndexFunc(m.Choices(), func(c optime.Choice) bool { return c.Op == "NewtonSchulz" })
 		if got := m.Choices()[i]; got.Of != c.of || got.Source != c.source || log.Len() > 0 {
 			t.Errorf("%v, least %g, rule %q: %+v; %s", c.shape, c.least, c.rule, got, log.String())
 		}
@@ -1371,8 +1371,8 @@ func TestRanksMoments(t *testing.T) {
 func TestRanksChoices(t *testing.T) {
 	clearChoiceVariables(t)
 	const size = 3
-	chosen := make(chan []Choice, size)
-	all := make([][]Choice, size)
+	chosen := make(chan []optime.Choice, size)
+	all := make([][]optime.Choice, size)
 	path := filepath.Join(t.TempDir(), "tune.json")
 	eachRank(t, size, func(rank int, d *Device, g comm.Group) {
 		loss, _, _, nodes := ranked(t)

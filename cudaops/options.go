@@ -127,7 +127,7 @@ func WithRanks(group comm.Group, rounds int) MachineOption {
 			return fmt.Errorf("WithRanks: got %d rounds, want at least 1, or 0 for any number",
 				rounds)
 		}
-		_, uncaptured := group.(interface{ Uncaptured() })
+		_, uncaptured := group.(comm.Uncapturable)
 		c.ranks = &update.Ranks{Group: group, Rounds: rounds, Uncaptured: uncaptured}
 		return nil
 	}

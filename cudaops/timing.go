@@ -8,8 +8,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/profile"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/internal/variantrule"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // Tuning selects how a machine finds the fastest of several variants of a computation. For a matrix
@@ -66,19 +66,13 @@ func WithVariants(rules ...string) MachineOption {
 // ([Machine.Choices]) instead of tuning, so that both compute the same bits. Anything that the other
 // machine has not chosen is chosen by rule. Only Op, Shape and Variant of a choice matter. NewMachine
 // returns an error if the GPU does not have one of the variants.
-func WithChoices(choices []Choice) MachineOption {
-	return setting(func(c *machineConfig) { c.variants.Given = append([]Choice{}, choices...) })
+func WithChoices(choices []optime.Choice) MachineOption {
+	return setting(func(c *machineConfig) { c.variants.Given = append([]optime.Choice{}, choices...) })
 }
-
-// Choice is a machine's variant of an op at some shape.
-type Choice = optime.Choice
 
 // Choices returns the choices that the machine has made so far, in order. The Source of a choice is rule,
 // stored, timed or forced.
-func (m *Machine) Choices() []Choice {
-	if m == nil || m.runner == nil {
-		return nil
-	}
+func (m *Machine) Choices() []optime.Choice {
 	return m.chooser.Choices()
 }
 
@@ -90,15 +84,6 @@ func setVariants(d *Device, c *machineConfig) error {
 	}
 	return c.variants.Complete(choose.Cached)
 }
-
-// OpTime is the time that the nodes of one op take in a run.
-type OpTime = optime.OpTime
-
-// Table formats the times of ops for people, one line per op, with their shares of the total.
-func Table(times []OpTime) string { return optime.Table(times) }
-
-// Profile describes where the time of a step goes: see [Machine.StartProfile].
-type Profile = optime.Profile
 
 // ProfileSteps is the number of steps that a profile takes.
 const ProfileSteps = profile.Steps
@@ -131,7 +116,7 @@ func (m *Machine) StartProfile() (err error) {
 
 // Profile returns the profile that [Machine.StartProfile] started, or nil if it needs more steps. Profile
 // also measures the GPU's ceilings, which takes a fraction of a second and up to a GiB of free memory.
-func (m *Machine) Profile() (_ *Profile, err error) {
+func (m *Machine) Profile() (_ *optime.Profile, err error) {
 	defer annotate("Machine.Profile", &err)
 	if err = usable(m); err != nil {
 		return
@@ -149,12 +134,9 @@ func (m *Machine) Profile() (_ *Profile, err error) {
 	return p.Result()
 }
 
-// Ceiling holds the measured peak performance of a GPU.
-type Ceiling = optime.Ceiling
-
 // Ceiling measures the GPU's peak performance; call it between two runs. It takes a fraction of a second
 // and up to a GiB of free memory. With the precision Float8 it measures float8 products.
-func (m *Machine) Ceiling() (c Ceiling, err error) {
+func (m *Machine) Ceiling() (c optime.Ceiling, err error) {
 	defer annotate("Machine.Ceiling", &err)
 	if err = usable(m); err != nil {
 		return
@@ -189,7 +171,7 @@ func WithMonitor(every int) MachineOption {
 //
 // A timed run counts once its update is complete, which may be after [Machine.Update] has returned. The
 // result is empty before the first one and without [WithMonitor].
-func (m *Machine) Monitor() (_ []OpTime, err error) {
+func (m *Machine) Monitor() (_ []optime.OpTime, err error) {
 	defer annotate("Machine.Monitor", &err)
 	if err = usable(m); err != nil {
 		return

@@ -28,10 +28,10 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
-	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // attentionVariants is a launcher with several variants of attention.
@@ -90,7 +90,7 @@ func (k *attentionVariants) Launch(s gpu.Stream, params any) error {
 
 // attentionRun describes the run of a machine that computes attention.
 type attentionRun struct {
-	Choice
+	optime.Choice
 	log  string
 	last string // variant of the last launch
 	runs int    // number of launches, including timings
@@ -539,11 +539,11 @@ func TestChoicesOfAnother(t *testing.T) {
 	timed := tuneAttention(t, path, [3]fake.Variant{{Took: 9e6}, {Took: 2e6}, {Took: 5e6}}, "a")
 	require.Equal(t, "wide-1", timed.Variant)
 	require.Equal(t, Measured, timed.Source)
-	r := tuneAttention(t, path, variants, "a", WithChoices([]Choice{timed.Choice}))
+	r := tuneAttention(t, path, variants, "a", WithChoices([]optime.Choice{timed.Choice}))
 	r.is(t, "wide-1", Stored, 2, "taken over")
 	require.Empty(t, r.log)
 	tuneAttention(t, path, variants, "a", WithChoices(nil)).is(t, "wide-4", ByRule, 2, "not chosen")
-	r = tuneAttention(t, path, variants, "a", WithChoices([]Choice{timed.Choice}),
+	r = tuneAttention(t, path, variants, "a", WithChoices([]optime.Choice{timed.Choice}),
 		WithVariants("Attention=wide-1"))
 	require.Equal(t, "wide-1", r.Variant)
 	require.Equal(t, Forced, r.Source)
@@ -555,7 +555,7 @@ func TestChoicesOfAnother(t *testing.T) {
 			names:    []kernel.Variant{{Family: "wide", Size: 4}, {Family: "plain"}},
 			variants: []fake.Variant{{Took: 2e6}, {Took: 1e6}}}
 	})
-	_, err := NewMachine(device, g, wrap, WithChoices([]Choice{timed.Choice}))
+	_, err := NewMachine(device, g, wrap, WithChoices([]optime.Choice{timed.Choice}))
 	require.ErrorContains(t, err, "the same kind of GPU")
 	require.ErrorContains(t, err, timed.Shape)
 }
@@ -932,7 +932,7 @@ func withCeilingBytes(n int) MachineOption {
 }
 
 // requireSlowAttention checks the times of an attention that takes between three and four milliseconds.
-func requireSlowAttention(t *testing.T, o OpTime) {
+func requireSlowAttention(t *testing.T, o optime.OpTime) {
 	t.Helper()
 	require.Equal(t, "Attention", o.Op)
 	require.GreaterOrEqual(t, o.Time, 3*time.Millisecond)
@@ -1059,7 +1059,7 @@ func TestCeiling(t *testing.T) {
 }
 
 // checkProfile checks a profile and its trace.
-func checkProfile(t *testing.T, m *Machine, p *Profile, runs int) {
+func checkProfile(t *testing.T, m *Machine, p *optime.Profile, runs int) {
 	t.Helper()
 	var end time.Duration
 	tasks := map[int]bool{}
@@ -1166,7 +1166,7 @@ func TestProfileOnGPU(t *testing.T) {
 // profiled returns the profile of a step of a small model, which consists of the given number of runs and
 // an update.
 func profiled(t *testing.T, device *Device, recompute bool, runs int,
-	opts ...MachineOption) *Profile {
+	opts ...MachineOption) *optime.Profile {
 	t.Helper()
 	config := llm.Config{Vocab: 24, Dim: 16, Layers: 2, Heads: 2, FF: 24, Seq: 8}.Default()
 	model, err := llm.NewModel(config, tensor.Float32, 1)
@@ -1286,7 +1286,7 @@ func TestMonitor(t *testing.T) {
 	requireSlowAttention(t, first)
 	require.EqualValues(t, 4*(2*24+2*6), first.Bytes)
 	require.GreaterOrEqual(t, first.Tuned, 3*time.Millisecond)
-	table := Table(times)
+	table := optime.Table(times)
 	for _, want := range []string{"Linear", "Update", "Attention", "fast", "GB/s"} {
 		require.Contains(t, table, want)
 	}
@@ -1328,7 +1328,7 @@ func TestMonitorWithoutOptimizer(t *testing.T) {
 	context.Context = original
 	times, err := m.Monitor()
 	require.NoError(t, err)
-	require.True(t, slices.ContainsFunc(times, func(o OpTime) bool {
+	require.True(t, slices.ContainsFunc(times, func(o optime.OpTime) bool {
 		return o.Op == "Update" && o.Time > 0
 	}), "got %v, want the time of updates, too", times)
 }

@@ -30,6 +30,7 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/opbench"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/optime"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -391,7 +392,7 @@ func TestTrainerLogsVariants(t *testing.T) {
 	tr, err := llm.NewTrainer(model, loader, optimizer, c)
 	check(t, err)
 	defer tr.Close()
-	var chosen [][]llm.Choice
+	var chosen [][]optime.Choice
 	tr.On(runlog.JSON(filepath.Join(folder, "log.jsonl")), func(e llm.Event) error {
 		if e.Kind == llm.Chosen {
 			chosen = append(chosen, e.Choices)

@@ -459,9 +459,6 @@ func (c *machineConfig) inherited(in *program.Input) *run.KeptParam {
 // must order its work accordingly: by using the same stream, with an event, or by waiting. If the machine
 // created the stream, it is valid until Close.
 func (m *Machine) Stream() uintptr {
-	if m == nil || m.runner == nil {
-		return 0
-	}
 	return uintptr(m.runner.Stream)
 }
 

@@ -3,10 +3,10 @@ package llm
 import (
 	"context"
 
-	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // The interfaces in this file are optional abilities of an [Engine], which a trainer and its
@@ -99,18 +99,15 @@ type Kept interface {
 type Profiler interface {
 	Engine
 	// OpTimes returns the mean times so far, longest first. It returns none before the first sample.
-	OpTimes() ([]OpTime, error)
+	OpTimes() ([]optime.OpTime, error)
 }
-
-// OpTime is the mean time spent in the nodes of one op per step.
-type OpTime = optime.OpTime
 
 // A Chooser is an [Engine] that reports which implementation it uses for each op. See the Choices
 // methods of cudaops.Machine and cpuops.Machine.
 type Chooser interface {
 	Engine
 	// Choices returns the choices made so far. All choices are made by the end of the first step.
-	Choices() []Choice
+	Choices() []optime.Choice
 }
 
 // MemoryPlanner is an engine that knows before the first step how much memory a run needs.
@@ -142,19 +139,13 @@ func (t *Trainer) MemoryPlan() (p MemoryPlan, ok bool) {
 	return p, ok && err == nil
 }
 
-// Choice is the implementation chosen for an op and shape.
-type Choice = optime.Choice
-
 // A Measurer is an [Engine] that can measure the peak performance of its device.
 type Measurer interface {
 	Engine
 	// Ceiling performs the measurement, between two steps and in a fraction of a second. On a GPU it
 	// temporarily uses up to 1 GiB of free memory.
-	Ceiling() (Ceiling, error)
+	Ceiling() (optime.Ceiling, error)
 }
-
-// Ceiling is the measured peak performance of a device.
-type Ceiling = optime.Ceiling
 
 // A Tracer is an [Engine] that can profile a step of training. Profiling does not change the results.
 type Tracer interface {
@@ -162,11 +153,8 @@ type Tracer interface {
 	// StartProfile starts profiling with the next step. At least one step must have been completed.
 	StartProfile() error
 	// Profile returns the profile once enough steps have been profiled, and nil before that.
-	Profile() (*Profile, error)
+	Profile() (*optime.Profile, error)
 }
-
-// Profile shows how the time of a step on a GPU was spent, kernel by kernel.
-type Profile = optime.Profile
 
 // Parallel is an [Engine] that trains a model together with the engines of other processes, its
 // ranks. All ranks share the same model, data, settings and callbacks, and the batches of a step are

@@ -8,6 +8,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/optime"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -154,7 +155,7 @@ func (t *Trainer) drawer() (DrawFunc, error) {
 type drawer interface{ Drawer() (DrawFunc, error) }
 
 // opTimes returns the op times of the trainer's engine, even if a step has failed.
-func (t *Trainer) opTimes(p Profiler) ([]OpTime, error) {
+func (t *Trainer) opTimes(p Profiler) ([]optime.OpTime, error) {
 	defer take(t.Model)()
 	if t.phase == closed {
 		return nil, nil

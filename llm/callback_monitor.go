@@ -8,8 +8,8 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
-	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/llm/internal/scrub"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // Monitor emits a Profiled event with the time of each op of the trainer's engine, after every
@@ -48,7 +48,7 @@ func Ceilings(t *Trainer) Callback {
 		if !ok || e.Kind != StepEnd || e.RunTokens != int64(e.StepTokens) {
 			return nil
 		}
-		var c Ceiling
+		var c optime.Ceiling
 		if err := t.inTurn(func() (err error) {
 			c, err = m.Ceiling()
 			return err
@@ -103,7 +103,7 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 			}
 			return t.inTurn(tracer.StartProfile)
 		}
-		var p *Profile
+		var p *optime.Profile
 		err := t.inTurn(func() (err error) {
 			p, err = tracer.Profile()
 			return err
@@ -117,7 +117,7 @@ func ProfileStep(t *Trainer, w io.Writer, path string, after int) Callback {
 }
 
 // writeProfile writes the trace to a file and the summary table to w.
-func writeProfile(p *Profile, w io.Writer, path string) error {
+func writeProfile(p *optime.Profile, w io.Writer, path string) error {
 	if err := atomicfile.WriteMkdir(path, func(f *os.File) error {
 		return p.WriteTrace(f)
 	}); err != nil {

@@ -17,26 +17,26 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cpuops"
-	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/internal/processor"
 	"github.com/kasmina-go/kasmina/internal/seedtest"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/optime"
 	"github.com/kasmina-go/kasmina/state"
 )
 
 // profiled is an engine that reports fixed op times.
 type profiled struct {
 	Engine
-	ops []OpTime
+	ops []optime.OpTime
 }
 
-func (p *profiled) OpTimes() ([]OpTime, error) { return p.ops, nil }
+func (p *profiled) OpTimes() ([]optime.OpTime, error) { return p.ops, nil }
 
 func TestMonitor(t *testing.T) {
-	ops := []OpTime{{Op: "Linear", Tasks: 7, Time: 2 * time.Millisecond, FLOPs: 1e9, Bytes: 1e6,
+	ops := []optime.OpTime{{Op: "Linear", Tasks: 7, Time: 2 * time.Millisecond, FLOPs: 1e9, Bytes: 1e6,
 		Variants: []string{"fast"}}, {Op: "RMSNorm", Time: time.Millisecond}}
-	for name, times := range map[string][]OpTime{"timed": ops, "nothing yet": nil} {
+	for name, times := range map[string][]optime.OpTime{"timed": ops, "nothing yet": nil} {
 		tr := smallTrainer(t, Config{Vocab: 8, Dim: 8, Layers: 1, Heads: 1, Seq: 2}.Default())
 		tr.driver.engine = &profiled{tr.driver.engine, times}
 		var out strings.Builder
@@ -82,7 +82,9 @@ func TestMonitor(t *testing.T) {
 // measurer is an engine that reports a fixed ceiling.
 type measurer struct{ Engine }
 
-func (measurer) Ceiling() (Ceiling, error) { return Ceiling{Product: 3, Type: "float32"}, nil }
+func (measurer) Ceiling() (optime.Ceiling, error) {
+	return optime.Ceiling{Product: 3, Type: "float32"}, nil
+}
 
 // TestCeilings checks that the ceiling is measured and reported once, after the first step of a run, and
 // that operations are counted.
@@ -100,7 +102,7 @@ func TestCeilings(t *testing.T) {
 	tr.On(Ceilings(tr), func(e Event) error {
 		kinds = append(kinds, e.Kind)
 		if e.Kind == Measured || e.Kind == RunEnd {
-			require.Equal(t, Ceiling{Product: 3, Type: "float32"}, e.Ceiling)
+			require.Equal(t, optime.Ceiling{Product: 3, Type: "float32"}, e.Ceiling)
 			require.InEpsilon(t, float64(e.RunTokens)*tr.Model.layout().FLOPs(), e.RunFLOPs, 1e-12)
 		}
 		return nil
@@ -135,7 +137,7 @@ func TestMonitorOnCPU(t *testing.T) {
 		kinds = append(kinds, e.Kind)
 		switch e.Kind {
 		case Chosen:
-			i := slices.IndexFunc(e.Choices, func(c Choice) bool { return c.Op == "LinearAdd" })
+			i := slices.IndexFunc(e.Choices, func(c optime.Choice) bool { return c.Op == "LinearAdd" })
 			require.GreaterOrEqual(t, i, 0, "%v", e.Choices)
 			c := e.Choices[i]
 			require.Equal(t, []any{"fused", 2, optime.ByRule}, []any{c.Variant, c.Of, c.Source})
@@ -166,11 +168,11 @@ func (p *traced) Update() (float64, error) {
 	return p.Engine.Update()
 }
 
-func (p *traced) Profile() (*Profile, error) {
+func (p *traced) Profile() (*optime.Profile, error) {
 	if p.steps < p.takes {
 		return nil, nil
 	}
-	return &Profile{Device: "Some GPU", Period: time.Millisecond,
+	return &optime.Profile{Device: "Some GPU", Period: time.Millisecond,
 		Spans: []optime.Span{{Kernel: "norm", Op: "RMSNorm", Time: time.Microsecond}}}, nil
 }
 

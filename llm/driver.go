@@ -14,6 +14,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/internal/ranks"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/optim"
 )
 
 // A driver owns the trainer's engine. It makes the engine compute steps, and replaces it when the
@@ -305,7 +306,7 @@ func (d *driver) loseEngine(cause error) error {
 // known parameters that are missing from m or have a different shape there, since a seed may grow
 // again at another size.
 func (d *driver) setOptimizer(known []Param, m modelState) error {
-	if o, ok := d.t.Optimizer.(interface{ Drop(names ...string) }); ok {
+	if o, ok := d.t.Optimizer.(optim.Dropper); ok {
 		shapes := map[string]tensor.Shape{}
 		for _, p := range m.Params {
 			if p.Value != nil {

@@ -14,10 +14,10 @@ import (
 	"github.com/kasmina-go/kasmina/autodiff"
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
-	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // Engine computes a trainer's steps. The CPU engine works in the model's own memory; other engines work
@@ -171,10 +171,10 @@ func (t *cpuEngine) Name() string {
 func (t *cpuEngine) Gradients(b data.Batch) (float64, error) { return t.train.Run(b) }
 
 // OpTimes implements [Profiler]. It needs the option cpuops.WithMonitor.
-func (t *cpuEngine) OpTimes() ([]OpTime, error) {
+func (t *cpuEngine) OpTimes() ([]optime.OpTime, error) {
 	times := t.machine.Monitor()
 	if len(times) > 0 && t.updates > 0 {
-		times = optime.Gather(append(times, OpTime{Op: "Update", Tasks: 1,
+		times = optime.Gather(append(times, optime.OpTime{Op: "Update", Tasks: 1,
 			Time: t.took / time.Duration(t.updates)}))
 	}
 	return times, nil
@@ -189,14 +189,14 @@ func (t *cpuEngine) TakePreferences() op.PreferenceFigures {
 func (t *cpuEngine) Figures() ([]SeedFigures, error) { return t.train.Figures(t.machine.Value) }
 
 // Choices implements [Chooser].
-func (t *cpuEngine) Choices() []Choice {
+func (t *cpuEngine) Choices() []optime.Choice {
 	return t.machine.Choices()
 }
 
 // Ceiling implements [Measurer]: it returns the peak of float32 multiply-adds on all cores.
-func (t *cpuEngine) Ceiling() (Ceiling, error) {
+func (t *cpuEngine) Ceiling() (optime.Ceiling, error) {
 	cores := runtime.GOMAXPROCS(0)
-	return Ceiling{Product: gemm.FMAPeak(cores, ceilingTime), Type: "float32"}, nil
+	return optime.Ceiling{Product: gemm.FMAPeak(cores, ceilingTime), Type: "float32"}, nil
 }
 
 // ceilingTime is the duration of the ceiling measurement.

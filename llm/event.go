@@ -4,8 +4,8 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/internal/enum"
-	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/optime"
 	"github.com/kasmina-go/kasmina/state"
 )
 

@@ -17,6 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/internal/ranks"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // ErrArchitecture reports a checkpoint whose architecture differs from that of the model it is loaded
@@ -554,7 +555,7 @@ func (t *Trainer) tellChoices() error {
 	return t.emit(Chosen, func(e *Event) { e.Choices = choices })
 }
 
-func (t *Trainer) choices() []Choice {
+func (t *Trainer) choices() []optime.Choice {
 	defer take(t.Model)()
 	c, ok := t.driver.engine.(Chooser)
 	if !ok || t.phase == closed {

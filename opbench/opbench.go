@@ -20,6 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/memory"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 	"github.com/kasmina-go/kasmina/internal/opcase"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // Dtype is the element type of an op's arithmetic.
@@ -257,7 +258,7 @@ func exactPattern(name string) string {
 
 // figure measures a peer under rules and returns the choices it made. A figure without a Peer means
 // that the peer does not participate.
-func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choice) {
+func (b *bench) figure(p peer, rules []string) (f Figure, choices []optime.Choice) {
 	f.Peer, f.Err = p(b)
 	if f.Peer == "" || f.Err != nil {
 		return f, nil
@@ -287,7 +288,7 @@ func (b *bench) figure(p peer, rules []string) (f Figure, choices []cudaops.Choi
 }
 
 // variantOf lists the choices among several variants, or the single variant if nothing was chosen.
-func variantOf(choices []cudaops.Choice) string {
+func variantOf(choices []optime.Choice) string {
 	var several, single []string
 	for _, c := range choices {
 		switch text := c.Op + "=" + c.Variant; {

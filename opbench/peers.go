@@ -11,6 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/internal/cpu/gemm"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // Names of the peers, the implementations to compare.
@@ -64,7 +65,7 @@ func onTape(b *bench) (string, error) {
 
 // timed runs a graph on a peer. It returns the time of a run, the machine's choices and the result.
 func (b *bench) timed(peer string, g *graph,
-	rules []string) (took time.Duration, choices []cudaops.Choice, y gorgonia.Value, err error) {
+	rules []string) (took time.Duration, choices []optime.Choice, y gorgonia.Value, err error) {
 	defer func() {
 		if cause := recover(); cause != nil { // an op of Gorgonia panicked
 			err = fmt.Errorf("running the graph: %v", cause)
@@ -116,7 +117,7 @@ func (b *bench) wallClock(run func() error) (time.Duration, error) {
 
 // timedOnGPU returns the mean device time of a run, as measured by the machine's monitor.
 func (b *bench) timedOnGPU(g *graph,
-	rules []string) (took time.Duration, choices []cudaops.Choice, y gorgonia.Value, err error) {
+	rules []string) (took time.Duration, choices []optime.Choice, y gorgonia.Value, err error) {
 	opts := append([]cudaops.MachineOption{cudaops.WithTuning(cudaops.TuneOff)}, b.machine...)
 	opts = append(opts, cudaops.WithPrecision(precisions[b.dtype]), cudaops.WithParams(g.params...),
 		cudaops.WithOutputs(g.y), cudaops.WithMonitor(2), cudaops.WithVariants(rules...))

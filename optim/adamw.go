@@ -24,7 +24,10 @@ type AdamW struct {
 	eps float64
 }
 
-var _ Partial = (*AdamW)(nil)
+var (
+	_ Partial = (*AdamW)(nil)
+	_ Dropper = (*AdamW)(nil)
+)
 
 var adamWKernel = &Kernel{
 	Name:    "AdamW",

@@ -30,7 +30,10 @@ type AdamW8bit struct {
 	least  int // minimum number of elements for 8-bit moments
 }
 
-var _ Partial = (*AdamW8bit)(nil)
+var (
+	_ Partial = (*AdamW8bit)(nil)
+	_ Dropper = (*AdamW8bit)(nil)
+)
 
 // AdamW8bitOption configures [NewAdamW8bit].
 type AdamW8bitOption interface{ adamW8bit(*AdamW8bit) error }

@@ -26,7 +26,10 @@ type Lion struct {
 	*updater
 }
 
-var _ Partial = (*Lion)(nil)
+var (
+	_ Partial = (*Lion)(nil)
+	_ Dropper = (*Lion)(nil)
+)
 
 // LionOption configures [NewLion].
 type LionOption interface{ lion(*Lion) error }

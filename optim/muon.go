@@ -51,7 +51,10 @@ type Muon struct {
 	restShare  float64 // AdamW's learning rate as a share of Muon's
 }
 
-var _ Partial = (*Muon)(nil)
+var (
+	_ Partial = (*Muon)(nil)
+	_ Dropper = (*Muon)(nil)
+)
 
 var muonKernel = &Kernel{
 	Name:    "Muon",

@@ -23,6 +23,15 @@ type Part struct {
 	From, To int
 }
 
+// A Dropper is an [Optimizer] that can forget parameters. A trainer calls Drop before a model grows and
+// reuses names with other shapes.
+type Dropper interface {
+	Optimizer
+
+	// Drop removes parameters from the state, including their names and shapes.
+	Drop(names ...string)
+}
+
 // Partial is implemented by optimizers that can update a part of a model, for runs on several processes
 // that update one part each. All optimizers in this package implement it.
 type Partial interface {

@@ -221,9 +221,7 @@ func (u *updater) Forget(name string, from, to int) error {
 	})
 }
 
-// Drop removes parameters from the state, including their names and shapes. No interface requires
-// this method, but a trainer calls it, if it exists, before a model grows and reuses names with other
-// shapes.
+// Drop implements [Dropper].
 func (u *updater) Drop(names ...string) {
 	for _, name := range names {
 		delete(u.entries, name)

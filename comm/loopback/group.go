@@ -34,7 +34,7 @@ type Group struct {
 	registered    comm.Registration
 }
 
-var _ comm.Group = (*Group)(nil)
+var _ comm.Uncapturable = (*Group)(nil)
 
 // errLeft is the cause after Close.
 var errLeft = fmt.Errorf("loopback: %w", comm.ErrClosed)
@@ -45,7 +45,7 @@ func (g *Group) Rank() int { return g.world.Rank() }
 // Size returns the number of ranks.
 func (g *Group) Size() int { return g.world.Size() }
 
-// Uncaptured marks the group's work as impossible to capture in a CUDA graph.
+// Uncaptured implements [comm.Uncapturable].
 func (g *Group) Uncaptured() {}
 
 // operation is a collective at one rank. It sends its data immediately, waits for the data of other

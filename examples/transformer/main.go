@@ -38,6 +38,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/optime"
 	"github.com/kasmina-go/kasmina/state"
 	"github.com/kasmina-go/kasmina/state/control"
 )
@@ -148,7 +149,7 @@ func run(ctx context.Context, path, out string, steps int, seed uint64, resume b
 	}
 
 	// Callbacks: what happens between steps.
-	var ops []llm.OpTime
+	var ops []optime.OpTime
 	t.On(runlog.Progress(os.Stderr), runlog.JSON(log),
 		plot.LossCurve(filepath.Join(out, "loss.png"), log),
 		llm.Evaluate(t, evaluation, 0),
@@ -195,7 +196,7 @@ func openText(path string) (*data.Corpus, error) {
 
 // report compares the model with gzip and byte trigrams, and prints the measurements of the dormant seeds
 // and their cost. Its last line is a JSON object.
-func report(ctx context.Context, t *llm.Trainer, ops []llm.OpTime, train *data.Text, heldOut []byte,
+func report(ctx context.Context, t *llm.Trainer, ops []optime.OpTime, train *data.Text, heldOut []byte,
 	w io.Writer) error {
 	trigrams, err := baseline.TrainOrder2(ctx, train.Reader(), nil)
 	if err != nil {

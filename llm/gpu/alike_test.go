@@ -11,12 +11,12 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/comm"
-	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm/parallel"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // compiled is a fake engine.
-type compiled struct{ variants []cudaops.Choice }
+type compiled struct{ variants []optime.Choice }
 
 func (c *compiled) Close() error {
 	c.variants = nil
@@ -61,15 +61,15 @@ func eachMember(t *testing.T, size int, f func(team *parallel.Team) error) (errs
 // TestCompileAlike checks that only rank 0 chooses, and that all ranks receive its choices or its
 // error.
 func TestCompileAlike(t *testing.T) {
-	chosen := []cudaops.Choice{{Op: "RMSNorm", Shape: "6x5", Variant: "wide-1"}}
-	for _, variants := range [][]cudaops.Choice{chosen, nil} {
+	chosen := []optime.Choice{{Op: "RMSNorm", Shape: "6x5", Variant: "wide-1"}}
+	for _, variants := range [][]optime.Choice{chosen, nil} {
 		for _, err := range eachMember(t, 3, func(team *parallel.Team) error {
-			e, err := compileAlike(team, func() (*compiled, []cudaops.Choice, error) {
+			e, err := compileAlike(team, func() (*compiled, []optime.Choice, error) {
 				if team.Rank() > 0 {
 					return nil, nil, errors.New("chosen at another rank")
 				}
 				return &compiled{variants}, variants, nil
-			}, func(given []cudaops.Choice) (*compiled, error) {
+			}, func(given []optime.Choice) (*compiled, error) {
 				if given == nil || team.Rank() == 0 {
 					return nil, fmt.Errorf("rank %d is given %v", team.Rank(), given)
 				}
@@ -86,9 +86,9 @@ func TestCompileAlike(t *testing.T) {
 	}
 
 	for _, err := range eachMember(t, 3, func(team *parallel.Team) error {
-		_, err := compileAlike(team, func() (*compiled, []cudaops.Choice, error) {
+		_, err := compileAlike(team, func() (*compiled, []optime.Choice, error) {
 			return nil, nil, errors.New("no memory")
-		}, func([]cudaops.Choice) (*compiled, error) {
+		}, func([]optime.Choice) (*compiled, error) {
 			t.Error("compiled after rank 0 has failed")
 			return nil, nil
 		})

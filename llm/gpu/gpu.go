@@ -23,6 +23,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // Engine returns a function for [llm.TrainConfig.Engine] that creates engines on the device.
@@ -259,20 +260,20 @@ func (e *engine) TakePreferences() op.PreferenceFigures {
 func (e *engine) Figures() ([]llm.SeedFigures, error) { return e.graph.Figures(e.machine.Value) }
 
 // OpTimes returns the times of ops. It needs the option cudaops.WithMonitor.
-func (e *engine) OpTimes() ([]llm.OpTime, error) { return e.machine.Monitor() }
+func (e *engine) OpTimes() ([]optime.OpTime, error) { return e.machine.Monitor() }
 
 // Choices implements [llm.Chooser].
-func (e *engine) Choices() []llm.Choice { return e.machine.Choices() }
+func (e *engine) Choices() []optime.Choice { return e.machine.Choices() }
 
 // MemoryPlan implements [llm.MemoryPlanner].
 func (e *engine) MemoryPlan() llm.MemoryPlan { return llm.MemoryPlan(e.machine.MemoryPlan()) }
 
 // Ceiling implements [llm.Measurer].
-func (e *engine) Ceiling() (llm.Ceiling, error) { return e.machine.Ceiling() }
+func (e *engine) Ceiling() (optime.Ceiling, error) { return e.machine.Ceiling() }
 
 // StartProfile and Profile profile the machine.
-func (e *engine) StartProfile() error            { return e.machine.StartProfile() }
-func (e *engine) Profile() (*llm.Profile, error) { return e.machine.Profile() }
+func (e *engine) StartProfile() error               { return e.machine.StartProfile() }
+func (e *engine) Profile() (*optime.Profile, error) { return e.machine.Profile() }
 
 func (e *engine) Drop() error { return e.machine.DropGradients() }
 

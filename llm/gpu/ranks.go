@@ -21,6 +21,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/parallel"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // Join connects the ranks of a world with NCCL. Each rank needs its own GPU, and all ranks must call
@@ -111,14 +112,14 @@ func newRanked(device *cudaops.Device, precision cudaops.Precision, team *parall
 	}
 
 	shared := []cudaops.MachineOption{cudaops.WithRanks(team.Group(), rounds)}
-	e, err := compileAlike(team, func() (*engine, []cudaops.Choice, error) {
+	e, err := compileAlike(team, func() (*engine, []optime.Choice, error) {
 		b.training = append(append(shared, cudaops.WithTuning(cudaops.TuneDefault)), opts...)
 		e, err := b.compile()
 		if err != nil {
 			return nil, nil, err
 		}
 		return e, e.Choices(), nil
-	}, func(variants []cudaops.Choice) (*engine, error) {
+	}, func(variants []optime.Choice) (*engine, error) {
 		b.training = append(shared, cudaops.WithChoices(variants))
 		return b.compile()
 	})
@@ -153,11 +154,11 @@ func checkRanked(precision cudaops.Precision, team *parallel.Team, m *llm.Model,
 
 // compileAlike compiles on rank 0 first, and then on the other ranks with rank 0's choices. If rank 0
 // fails, all ranks return its error.
-func compileAlike[E io.Closer](team *parallel.Team, first func() (E, []cudaops.Choice, error),
-	others func([]cudaops.Choice) (E, error)) (e E, err error) {
+func compileAlike[E io.Closer](team *parallel.Team, first func() (E, []optime.Choice, error),
+	others func([]optime.Choice) (E, error)) (e E, err error) {
 	var chosen []byte
 	if team.Rank() == 0 {
-		var variants []cudaops.Choice
+		var variants []optime.Choice
 		if e, variants, err = first(); err == nil {
 			defer func() {
 				if err != nil {
@@ -177,12 +178,12 @@ func compileAlike[E io.Closer](team *parallel.Team, first func() (E, []cudaops.C
 		return e, err
 	}
 
-	var variants []cudaops.Choice
+	var variants []optime.Choice
 	if err := json.Unmarshal(all[0], &variants); err != nil {
 		return e, fmt.Errorf("the choices of rank 0: %w", err)
 	}
 
-	return others(append([]cudaops.Choice{}, variants...))
+	return others(append([]optime.Choice{}, variants...))
 }
 
 // Busy implements [llm.Busier].

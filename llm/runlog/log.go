@@ -24,6 +24,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/regular"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // JSON returns a callback that appends one line of JSON per event to the file at path. It creates the
@@ -217,18 +218,18 @@ type Record struct {
 
 	Retention *llm.RetentionFigures `json:"retention,omitempty"`
 
-	Path    string       `json:"path,omitempty"`
-	Text    string       `json:"text,omitempty"`
-	Ops     []llm.OpTime `json:"ops,omitempty"`
-	Choices []llm.Choice `json:"choices,omitempty"`
-	Epoch   *int         `json:"epoch,omitempty"`
-	Layer   *int         `json:"layer,omitempty"`
-	States  []SeedRecord `json:"states,omitempty"`
-	Error   string       `json:"error,omitempty"`
+	Path    string          `json:"path,omitempty"`
+	Text    string          `json:"text,omitempty"`
+	Ops     []optime.OpTime `json:"ops,omitempty"`
+	Choices []optime.Choice `json:"choices,omitempty"`
+	Epoch   *int            `json:"epoch,omitempty"`
+	Layer   *int            `json:"layer,omitempty"`
+	States  []SeedRecord    `json:"states,omitempty"`
+	Error   string          `json:"error,omitempty"`
 
 	Machine  map[string]string `json:"machine,omitempty"` // see [On]
 	Lattices []llm.Lattice     `json:"lattices,omitempty"`
-	Ceiling  *llm.Ceiling      `json:"ceiling,omitempty"`
+	Ceiling  *optime.Ceiling   `json:"ceiling,omitempty"`
 }
 
 // Rewards describes preference pairs: the mean rewards of the chosen and the rejected answers, their mean

@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/internal/eventtest"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 func TestJSON(t *testing.T) {
@@ -26,7 +27,7 @@ func TestJSON(t *testing.T) {
 	saved.Kind, saved.Path = llm.Saved, "model.safetensors"
 	interrupted.Kind = llm.Interrupted
 	profiled := events[2]
-	profiled.Kind, profiled.Ops = llm.Profiled, []llm.OpTime{{Op: "Linear", Tasks: 2, Time: 1500,
+	profiled.Kind, profiled.Ops = llm.Profiled, []optime.OpTime{{Op: "Linear", Tasks: 2, Time: 1500,
 		FLOPs: 3e9, Variants: []string{"7"}}}
 	end := events[3]
 	end.Err = errors.New("out of luck")

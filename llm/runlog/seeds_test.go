@@ -15,6 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/bounded"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/internal/eventtest"
+	"github.com/kasmina-go/kasmina/optime"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -139,7 +140,7 @@ func TestPlaces(t *testing.T) {
 	all[0].Lattices = []llm.Lattice{few, {Name: "many", Places: make([]string, maxPlaces)}}
 	note, ceiling := all[1], all[1]
 	note.Kind, note.Text = llm.Noted, "a person asked"
-	ceiling.Kind, ceiling.Ceiling = llm.Measured, llm.Ceiling{Product: 1e12, Type: "bfloat16"}
+	ceiling.Kind, ceiling.Ceiling = llm.Measured, optime.Ceiling{Product: 1e12, Type: "bfloat16"}
 	eventtest.Send(t, JSON(path), append(all[:len(all)-1:len(all)-1], note, ceiling,
 		all[len(all)-1])...)
 
@@ -152,7 +153,7 @@ func TestPlaces(t *testing.T) {
 		case "note":
 			require.Equal(t, "a person asked", r.Text)
 		case "ceiling":
-			require.Equal(t, llm.Ceiling{Product: 1e12, Type: "bfloat16"}, *r.Ceiling)
+			require.Equal(t, optime.Ceiling{Product: 1e12, Type: "bfloat16"}, *r.Ceiling)
 		}
 	}))
 

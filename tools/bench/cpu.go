@@ -23,6 +23,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/optime"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -241,7 +242,7 @@ func cpuTrain(o options) error {
 	}
 
 	if o.monitor > 0 {
-		fmt.Fprint(os.Stderr, cpuops.Table(machine.Monitor()))
+		fmt.Fprint(os.Stderr, optime.Table(machine.Monitor()))
 	}
 
 	line := s.trained("train_"+s.name, took, m.NumParams())

@@ -19,6 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/optim"
+	"github.com/kasmina-go/kasmina/optime"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -252,7 +253,7 @@ func (t *training) result(o options) (r result, err error) {
 		if err != nil {
 			return r, err
 		}
-		fmt.Fprint(os.Stderr, cudaops.Table(ops))
+		fmt.Fprint(os.Stderr, optime.Table(ops))
 	}
 
 	took, err := median(t.times)

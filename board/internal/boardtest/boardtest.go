@@ -7,6 +7,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/optime"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -45,7 +46,7 @@ func Growing() []llm.Event {
 			e.GradNorm = math.NaN()
 		}
 		if step == 2 {
-			e.Ceiling = llm.Ceiling{Product: 7e10, Type: "bfloat16"}
+			e.Ceiling = optime.Ceiling{Product: 7e10, Type: "bfloat16"}
 			add(llm.Measured)
 		}
 		if step%10 == 0 {

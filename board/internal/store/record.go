@@ -12,6 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/board/api"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/runlog"
+	"github.com/kasmina-go/kasmina/optime"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -248,7 +249,7 @@ func (r *Run) computes(flops float64) {
 }
 
 // measured records the peak of the device, which is also listed among the settings.
-func (r *Run) measured(c llm.Ceiling) {
+func (r *Run) measured(c optime.Ceiling) {
 	r.run.Ceiling = api.Float(c.Product)
 	r.computes(float64(r.run.FLOPs))
 	facts := map[string]string{}

@@ -17,9 +17,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/gemm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-	"github.com/kasmina-go/kasmina/internal/optime"
 	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/variantrule"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // built is a Launcher with a fixed build and no kernels.

@@ -9,7 +9,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // Parameters of the measurement. A copy of ceilingBytes measures the card's bandwidth. Products of

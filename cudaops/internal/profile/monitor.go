@@ -13,7 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // update is the op name of updates.

@@ -7,7 +7,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
-	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // Profiler profiles steps. It first times some steps as they normally run, using events around their

@@ -5,7 +5,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
-	"github.com/kasmina-go/kasmina/internal/optime"
+	"github.com/kasmina-go/kasmina/optime"
 )
 
 // Call is a unit of device work: an operation with the arrays that it reads and writes.

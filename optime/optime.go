@@ -1,4 +1,6 @@
-// Package optime describes the time that the ops of a graph take, for packages cudaops and llm.
+// Package optime describes how machines spend their time: how long ops take, which of their variants were
+// chosen, the profile of a step, and the peak performance of a device. Machines and engines return these
+// types, and logs, tables and the board show them.
 package optime
 
 import (
