@@ -83,9 +83,10 @@ func TestTuningOnFrozenWeights(t *testing.T) {
 		for name, a := range map[string]llm.LoRA{"LoRA": {Rank: 16, Alpha: 32},
 			"DoRA": {Rank: 16, Alpha: 16, Magnitude: true}} {
 			t.Run(fmt.Sprint(typ, " ", name), func(t *testing.T) {
-				want := tunedLosses(t, newTunerOn(t, typ, nil, 0, a, 1), "")
-				got := tunedLosses(t, newTunerOn(t, typ, device, cudaops.Float32, a, 1), "")
+				want, wantHeld := evaluatedLosses(t, newTunerOn(t, typ, nil, 0, a, 1))
+				got, held := evaluatedLosses(t, newTunerOn(t, typ, device, cudaops.Float32, a, 1))
 				require.InDeltaSlice(t, want, got, 1e-4, "float32")
+				require.InDeltaSlice(t, wantHeld, held, 1e-4, "evaluations in float32")
 				for _, p := range []cudaops.Precision{cudaops.BFloat16, cudaops.Float8} {
 					if p == cudaops.Float8 && !multipliesFloat8(device) {
 						continue
@@ -101,6 +102,26 @@ func TestTuningOnFrozenWeights(t *testing.T) {
 			})
 		}
 	}
+}
+
+// evaluatedLosses runs a trainer and returns the losses of its steps, and those of an evaluation after each step.
+func evaluatedLosses(t *testing.T, tr *llm.Trainer) (all, held []float64) {
+	t.Helper()
+	tokens := make([]int, 128)
+	rows := data.Batch{Inputs: tokens, Targets: make([]int, 128), Starts: make([]int, 128), Positions: make([]int, 128)}
+	for i := range tokens {
+		tokens[i], rows.Targets[i], rows.Positions[i] = 5*i%256, 5*(i+1)%256, i
+	}
+	evaluation := must[*data.Evaluation](t)(data.NewPackedEvaluation(rows, 128, 1, 128))
+	tr.On(llm.Evaluate(tr, evaluation, 1), func(e llm.Event) error {
+		if e.Kind == llm.EvalEnd {
+			held = append(held, e.ValLoss)
+		}
+		return nil
+	})
+	all = tunedLosses(t, tr, "")
+	require.Len(t, held, tuningSteps)
+	return all, held
 }
 
 // tunedLosses runs a trainer and returns the losses of its steps.
