@@ -394,7 +394,7 @@ func (f *Forecast) view(r state.Report) (v view) {
 	// Without a fit, the predictions can only be ranked. The plan is made without one, because a law cannot be
 	// fitted to the steep start.
 	v.fitted = len(e.points) >= leastPoints && (len(eras) > 1 || planned(e.points[:len(e.points)-1])) &&
-		v.fitLaw(e.points, e.tokens(plan))
+		v.fitLaw(r.Curve[0].Loss, e.points, e.tokens(plan))
 	if !v.fitted {
 		v.level, v.gain = 0, 1
 		v.text += v.outline(all, price, plan, now)
@@ -596,7 +596,7 @@ func (f *Forecast) judge(r state.Report) (v judgment, ok bool) {
 
 	o := outlook{size: before.size, seen: before.tokens(plan)(e.epoch)}
 	oldRate, rate := before.rate(r, plan), e.rate(r, plan)
-	if rate == 0 || oldRate == 0 || !o.fitLaw(before.points, before.tokens(plan)) {
+	if rate == 0 || oldRate == 0 || !o.fitLaw(r.Curve[0].Loss, before.points, before.tokens(plan)) {
 		return v, false
 	}
 

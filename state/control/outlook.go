@@ -100,12 +100,13 @@ func (o outlook) best(g growthOption) float64 {
 	return root * root
 }
 
-// leastLevel is the minimum level of a fit, relative to the current loss.
-const leastLevel = 0.25
+// leastLevel returns the minimum level of a fit to a curve that started at one loss and has reached another: 0.12 of
+// the former, but 0.25 to 0.4 of the latter. Without it, the steep start would make predictions far too low.
+func leastLevel(start, loss float64) float64 { return max(0.25*loss, min(0.12*start, 0.4*loss)) }
 
-// fitLaw fits level and gain to a part of a curve, using only the second half of its tokens. tokens
-// returns the number of tokens after a number of epochs. ok is false unless the curve falls.
-func (o *outlook) fitLaw(points []state.Point, tokens func(epochs int) float64) (ok bool) {
+// fitLaw fits level and gain to a part of a curve that started at a loss of start, using only the second half of
+// its tokens. tokens returns the number of tokens after a number of epochs. ok is false unless the curve falls.
+func (o *outlook) fitLaw(start float64, points []state.Point, tokens func(epochs int) float64) (ok bool) {
 	if len(points) < 2 {
 		return false
 	}
@@ -136,7 +137,7 @@ func (o *outlook) fitLaw(points []state.Point, tokens func(epochs int) float64) 
 	// Limit the gain: early in a run, the steep start would make the fit far too optimistic.
 	end := term(tokens(points[len(points)-1].Epoch))
 	loss := my + xy/xx*(end-mx)
-	o.gain = min(xy/xx, (1-leastLevel)*loss/(end+term(o.size)))
+	o.gain = min(xy/xx, (loss-leastLevel(start, loss))/(end+term(o.size)))
 	o.level = loss - o.gain*(end+term(o.size))
 	return o.gain > 0
 }
