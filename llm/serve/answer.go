@@ -21,12 +21,13 @@ type job struct {
 	prompt  int // number of tokens in all prompts
 	stream  bool
 
-	stop    []string // texts that end an answer
-	end     []int    // tokens that end an answer
-	reasons bool     // whether to separate reasoning from the answer
-	thinks  bool     // whether the prompt ends with the mark at the start of the reasoning
-	tools   bool     // whether to look for tool calls
-	oneTool bool     // whether the first call ends the answer
+	stop    []string   // texts that end an answer
+	end     []int      // tokens that end an answer
+	reasons bool       // whether to separate reasoning from the answer
+	thinks  bool       // whether the prompt ends with the mark at the start of the reasoning
+	tools   callFormat // of the tool calls to look for
+	names   []string   // of the functions that can be called
+	oneTool bool       // whether the first call ends the answer
 
 	matcher *grammar.Matcher // of the texts that the request permits, or nil
 }
@@ -182,7 +183,7 @@ func (s *Server) answer(ctx context.Context, j *job, i int, emit func(piece) err
 
 	var cached atomic.Int64
 	ctx = llm.WithReuse(ctx, &cached)
-	out := &output{job: j, emit: emit, cutter: cutter{stops: j.stop}}
+	out := &output{job: j, emit: emit, cutter: cutter{stops: j.stop}, calls: j.finder()}
 	switch {
 	case j.matcher != nil: // which permits no reasoning
 		out.think.part = answering
@@ -240,7 +241,7 @@ type output struct {
 	emit   func(piece) error
 	cutter cutter
 	think  thinkFinder
-	calls  callFinder
+	calls  finder
 
 	written  int // bytes of text given to the cutter
 	released int // and returned by it
@@ -305,7 +306,7 @@ func (o *output) separate(reasoning string, tokens *[]token) error {
 
 // emitAnswer emits a part of the answer after the reasoning.
 func (o *output) emitAnswer(text string, tokens []token) error {
-	if !o.tools {
+	if o.tools == unknownCalls {
 		return o.send(piece{text: text, tokens: tokens})
 	}
 
@@ -352,11 +353,12 @@ func (o *output) finish(end ending) error {
 		}
 	}
 
-	if o.tools && !(o.stopped && o.oneTool && o.called) {
+	if o.tools != unknownCalls && !(o.stopped && o.oneTool && o.called) {
 		for _, p := range o.calls.flush() {
 			if err := o.send(p); err != nil {
 				return err
 			}
+			o.called = o.called || p.call != nil
 		}
 	}
 

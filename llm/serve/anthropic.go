@@ -230,8 +230,8 @@ func (s *Server) messagesJob(p *params) (*job, *conversation, error) {
 		return nil, nil, err
 	}
 
-	j.tools = con.tools != nil && callsRecognized(m.Template)
-	if j.oneTool && con.tools != nil && !j.tools {
+	con.lookForCalls(j)
+	if j.oneTool && con.tools != nil && j.tools == unknownCalls {
 		p.fail("tool_choice", "the model's tool calls have a format that the server does not recognize, so "+
 			"it cannot limit them: leave out disable_parallel_tool_use")
 	}

@@ -178,8 +178,13 @@ type tool struct {
 	Parameters json.RawMessage
 }
 
-// callGrammar returns the grammar of calls of the given tools, in the format that callFinder recognizes.
-func callGrammar(tools []tool, several bool) (*grammar.Grammar, error) {
+// callGrammar returns the grammar of calls of the given tools, in a format that a finder recognizes. In the format of
+// bareCalls, there is only one call.
+func callGrammar(tools []tool, format callFormat, several bool) (*grammar.Grammar, error) {
+	begin, middle, end := callBegin+"\n{\"name\": ", ", \"arguments\": ", "}\n"+callEnd
+	if format == bareCalls {
+		begin, middle, end, several = "{\"name\": ", ", \"parameters\": ", "}", false
+	}
 	var calls []*grammar.Grammar
 	for _, t := range tools {
 		parameters := grammar.Object()
@@ -190,8 +195,7 @@ func callGrammar(tools []tool, several bool) (*grammar.Grammar, error) {
 			}
 		}
 		calls = append(calls, grammar.Sequence(
-			grammar.Text(callBegin+"\n{\"name\": "+string(encode(t.Name))+", \"arguments\": "), parameters,
-			grammar.Text("}\n"+callEnd)))
+			grammar.Text(begin+string(encode(t.Name))+middle), parameters, grammar.Text(end)))
 	}
 
 	call, most := grammar.Choice(calls...), 0
@@ -210,11 +214,11 @@ func (p *params) readCalls(j *job, w *wanted, c *conversation) {
 	}
 
 	switch {
-	case !j.tools && forced:
+	case j.tools == unknownCalls && forced:
 		p.fail("tool_choice", "the model's tool calls have a format that the server does not recognize, so it "+
 			"cannot force one: want \"auto\" or \"none\"")
 		return
-	case !j.tools:
+	case j.tools == unknownCalls:
 		p.fail(w.param, "the model's tool calls have a format that the server does not recognize, so they cannot be "+
 			"permitted besides this form of the answer: leave out the tools or set tool_choice to \"none\"")
 		return
@@ -228,7 +232,7 @@ func (p *params) readCalls(j *job, w *wanted, c *conversation) {
 			return
 		}
 	}
-	g, err := callGrammar(tools, !j.oneTool)
+	g, err := callGrammar(tools, j.tools, !j.oneTool)
 	if err != nil {
 		p.err = err
 		return

@@ -65,6 +65,17 @@ func (c *conversation) readTools(p *params) {
 	}
 }
 
+// lookForCalls makes a job look for calls of the tools, if it knows the format of the model's calls.
+func (c *conversation) lookForCalls(j *job) {
+	if c.tools == nil {
+		return
+	}
+	j.tools = callFormatOf(j.model.Template)
+	for _, t := range c.known {
+		j.names = append(j.names, t.Name)
+	}
+}
+
 // readOptions reads the options for the template, under the names that vLLM gave them.
 func (c *conversation) readOptions(p *params) {
 	var variables map[string]json.RawMessage

@@ -310,9 +310,9 @@ func (s *Server) parseChat(p *params) (*job, format, error) {
 	con := conversation{model: j.model, messages: p.all["messages"]}
 	con.readTools(p)
 	con.readOptions(p)
-	j.tools = con.tools != nil && callsRecognized(j.model.Template)
+	con.lookForCalls(j)
 	j.oneTool = !p.bool("parallel_tool_calls", true)
-	if j.oneTool && con.tools != nil && !j.tools {
+	if j.oneTool && con.tools != nil && j.tools == unknownCalls {
 		p.fail("parallel_tool_calls", "the model's tool calls have a format that the server does not "+
 			"recognize, so it cannot limit them: leave it out")
 	}

@@ -886,3 +886,70 @@ func TestNewModelErrors(t *testing.T) {
 	_, err = NewAdaptedModel(f, t.TempDir(), nil, 8)
 	require.ErrorContains(t, err, "serve: NewAdaptedModel: ")
 }
+
+// llamaTemplate asks for tool calls as Llama 3.1 does.
+const llamaTemplate = `{% if tools %}Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.
+{{ tools|tojson }}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}`
+
+// TestBareCalls checks the calls of models that answer with nothing else than a JSON object.
+func TestBareCalls(t *testing.T) {
+	const call = `{"name": "f", "parameters": {"x": "a};b"}}`
+	for _, k := range []struct {
+		answer, more, text, reason string
+		calls                      int
+	}{
+		{call, "", "", "tool_calls", 1},
+		{"\n " + call + "\n", "", "", "tool_calls", 1},
+		{call + "; " + call, "", "", "tool_calls", 2},
+		{call + "; " + call, `"parallel_tool_calls":false`, "", "tool_calls", 1},
+		{"{\"name\":\"f\"}", "", "", "tool_calls", 1},
+		{`{"name": "g", "parameters": {}}`, "", `{"name": "g", "parameters": {}}`, "stop", 0},
+		{`{"name": "f", "parameters": 5}`, "", `{"name": "f", "parameters": 5}`, "stop", 0},
+		{`{"name": "f", "par`, "", `{"name": "f", "par`, "stop", 0},
+		{`{"nam`, "", `{"nam`, "stop", 0},
+		{call + " and more", "", call + " and more", "stop", 0},
+		{"{\"a\": 1}", "", "{\"a\": 1}", "stop", 0},
+		{"Hello", "", "Hello", "stop", 0},
+	} {
+		m := newModel(t, &fake{answer: bytewise(k.answer)}, llamaTemplate)
+		m.Context = 1024
+		c := serveModel(t, m, Options{})
+		more := []string{tools, `"temperature":0`}
+		if k.more != "" {
+			more = append(more, k.more)
+		}
+		a := c.ok(chatPath, with(more...))
+		require.Equal(t, k.reason, a.at("choices.0.finish_reason"), k.answer)
+		message := a.at("choices.0.message").(map[string]any)
+		calls, _ := message["tool_calls"].([]any)
+		require.Len(t, calls, k.calls, k.answer)
+		if k.calls == 0 {
+			require.Equal(t, k.text, message["content"])
+		} else if k.answer != "{\"name\":\"f\"}" {
+			require.JSONEq(t, `{"x": "a};b"}`, a.at("choices.0.message.tool_calls.0.function.arguments").(string))
+		}
+
+		var text strings.Builder
+		streamed := 0
+		for _, e := range c.stream(chatPath, with(append(more, `"stream":true`)...)) {
+			if s, ok := e.at("choices.0.delta.content").(string); ok {
+				text.WriteString(s)
+			}
+			if e.at("choices.0.delta.tool_calls") != nil {
+				streamed++
+			}
+		}
+		require.Equal(t, k.calls, streamed, k.answer)
+		require.Equal(t, k.text, text.String(), k.answer)
+	}
+
+	// A call can be forced.
+	m := newModel(t, random{3}, llamaTemplate)
+	m.Context = 4096
+	c := serveModel(t, m, Options{})
+	a := c.ok(chatPath, with(`"tools":[{"type":"function","function":{"name":"g","parameters":{"type":"object","properties":`+
+		`{"x":{"enum":[1,2]}},"required":["x"]}}}]`, `"tool_choice":"required"`, `"max_tokens":1500`))
+	require.Equal(t, "tool_calls", a.at("choices.0.finish_reason"))
+	require.Equal(t, "g", a.at("choices.0.message.tool_calls.0.function.name"))
+}
