@@ -39,7 +39,7 @@ func (o *serveOptions) command() *cobra.Command {
 		Use:   "serve --model DIR",
 		Short: "Serve a model over the APIs of OpenAI and Anthropic, with a page to chat",
 		Long: `Serve a model over the APIs of OpenAI and Anthropic, with a page to chat in a browser. The model has
-the name of its folder.
+the name of its folder or GGUF file.
 
 Each --adapter is offered as another model, named after its folder. A request chooses a model by its name,
 and the adapters share the memory of the model.

@@ -36,8 +36,7 @@ type Weights struct {
 	io.ReaderAt
 	Size int64 // in bytes
 
-	// Types names the types in which the weights are stored, by tensor, where they differ from the types in
-	// the safetensors file.
+	// Types names the original types of tensors that the safetensors file has in another type.
 	Types map[string]string
 }
 
@@ -54,7 +53,7 @@ func OpenFiles(path string, files Files) (*Folder, error) {
 	return f, nil
 }
 
-// Text returns the contents of a small file, such as tokenizer.json. If there is no such file, the error wraps
+// Text returns the contents of a small file, such as tokenizer.json. If the file is missing, the error wraps
 // fs.ErrNotExist.
 func (f *Folder) Text(name string) ([]byte, error) { return f.read(name, maxTokenizer) }
 
@@ -70,7 +69,7 @@ func (f *Folder) read(name string, limit int64) ([]byte, error) {
 	return text, nil
 }
 
-// Name returns the name of the model, which is that of its folder, or of its file without the extension .gguf.
+// Name returns the name of the model: the base name of its folder, or of its file without the extension .gguf.
 func (f *Folder) Name() string {
 	dir := f.Dir
 	if absolute, err := filepath.Abs(dir); err == nil {
@@ -87,7 +86,7 @@ func (f *Folder) textDir() string {
 	return f.texts
 }
 
-// Tokenizer reads the model's tokenizer. If there is none, the error wraps fs.ErrNotExist.
+// Tokenizer reads the model's tokenizer. If the model has no tokenizer, the error wraps fs.ErrNotExist.
 func (f *Folder) Tokenizer() (*tokenizers.Tokenizer, error) {
 	if dir := f.textDir(); dir != "" {
 		return tokenizers.Load(dir)
@@ -104,7 +103,7 @@ func (f *Folder) Tokenizer() (*tokenizers.Tokenizer, error) {
 	return t, nil
 }
 
-// Template reads the model's chat template. If there is none, the error wraps chat.ErrNoTemplate.
+// Template reads the model's chat template. If the model has no template, the error wraps chat.ErrNoTemplate.
 func (f *Folder) Template() (*chat.Template, error) {
 	if dir := f.textDir(); dir != "" {
 		return chat.Load(dir)

@@ -121,7 +121,7 @@ func (s *Server) parseEmbeddings(p *params) (*embeddingJob, error) {
 	return e, nil
 }
 
-// encodeWhole returns the tokens of a text, with those that begin and end a text.
+// encodeWhole returns the tokens of a text, with the tokenizer's special tokens before and after it.
 func (m *Model) encodeWhole(text string) []int { return m.Tokenizer.EncodeWhole([]byte(text)) }
 
 // answer computes the vectors. As in OpenAI's API, their length is 1.

@@ -32,7 +32,7 @@ func (f embeddingFake) Embed(ctx context.Context, texts [][]int, p llm.Pooling) 
 	return all, ctx.Err()
 }
 
-// TestEmbeddings checks the vectors that OpenAI's client gets against those of the model, in both formats.
+// TestEmbeddings checks that OpenAI's client gets the model's vectors, in both formats.
 func TestEmbeddings(t *testing.T) {
 	noLeak(t)
 	c := serveTiny(t, Options{Keys: []string{"secret"}})

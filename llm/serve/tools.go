@@ -27,7 +27,7 @@ const (
 
 const whiteSpace = " \t\r\n"
 
-// callFormatOf returns the format of tool calls that a chat template asks for.
+// callFormatOf returns the format of tool calls in a chat template.
 func callFormatOf(t *chat.Template) callFormat {
 	if t == nil {
 		return unknownCalls
@@ -122,7 +122,7 @@ func (f *callFinder) flush() []piece {
 	return []piece{{text: text}}
 }
 
-// A jsonToolCall is a call in the form in which models write it.
+// A jsonToolCall is a call as models write it.
 type jsonToolCall struct {
 	Name       string          `json:"name"`
 	Arguments  json.RawMessage `json:"arguments"`

@@ -69,8 +69,8 @@ type loadResult struct {
 	After     int      `json:"goroutines_after"`
 }
 
-// serveLoad measures a server under load: clients that send requests one after the other, some of which are streamed,
-// disconnect, or are invalid.
+// serveLoad measures a server under load. Each client sends one request after the other. A third of the answers are
+// streamed, a few clients disconnect early, and a few requests are invalid.
 func serveLoad(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	f := flag.NewFlagSet("serve", flag.ContinueOnError)
 	f.SetOutput(stderr)
@@ -284,8 +284,8 @@ func (l *load) measure(ctx context.Context, p cudaops.Precision) (r loadResult, 
 	return r, nil
 }
 
-// resources returns what is in use: the heap in MiB, the free memory of the GPU in GiB, and goroutines. It waits a
-// moment for connections to end.
+// resources returns the size of the heap in MiB, the free memory of the GPU in GiB, and the number of goroutines. It
+// first waits a moment for connections to end.
 func (l *load) resources() (mib, gib float64, goroutines int, err error) {
 	time.Sleep(500 * time.Millisecond)
 	runtime.GC()

@@ -21,7 +21,7 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// Is reports whether path is a regular file that begins like a GGUF file.
+// Is reports whether path is a regular file with the first bytes of a GGUF file.
 func Is(path string) bool {
 	file, _, err := regular.Open(path)
 	if err != nil {
@@ -36,12 +36,13 @@ func Is(path string) bool {
 
 // Open opens a GGUF file as the folder of a model. It accepts the architectures that [Save] writes, with weights of
 // type f32, f16, bf16 or q8_0, whether Save or llama.cpp wrote the file. The tokenizer must be a byte-level encoding
-// whose pre-tokenizer Save knows.
+// with a pre-tokenizer that Save knows.
 //
 // The configuration, the tokenizer and the chat template follow from the metadata of the file. As in llama.cpp, text
-// is not normalized before it is encoded. Weights are converted while they are read, those of type q8_0 to float32.
+// is not normalized before it is encoded. Weights are converted while they are read; weights of type q8_0 become
+// float32.
 //
-// Open returns an error that names whatever would change the results of the model and is not supported. The error
+// Open returns an error that names any unsupported setting, unless the setting has no effect on results. The error
 // wraps hf.ErrFolder.
 func Open(path string) (*hf.Folder, error) {
 	d, err := openDocument(path)
@@ -316,7 +317,8 @@ func (d *document) checkUsed(prefix string) error {
 	return nil
 }
 
-// tied reports whether the output layer is the embedding table. Some architectures of llama.cpp need a copy of it.
+// tied reports whether the output layer is the embedding table. For some architectures, llama.cpp stores the table
+// twice.
 func (d *document) tied() (bool, error) {
 	a, b := d.tensors["token_embd.weight"], d.tensors[output]
 	if b.Name == "" {
@@ -392,8 +394,8 @@ func (d *document) rotary(c map[string]any, head int) error {
 	return nil
 }
 
-// llama3 returns the settings of Llama 3.1 from which the factors of frequencies in a tensor follow. The inverse of
-// a factor is interpolated linearly in the number of turns that a pair of features makes in the original context:
+// llama3 derives the scaling settings of Llama 3.1 from the factors of frequencies in a tensor. The inverse of a
+// factor is interpolated linearly in the number of turns that a pair of features makes in the original context:
 //
 //	smooth = (turns − low) / (high − low), for turns = original·base^(−2i/head) / 2π
 //

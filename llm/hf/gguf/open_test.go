@@ -52,8 +52,8 @@ func TestOpen(t *testing.T) {
 	}
 }
 
-// scaled returns a folder of a model whose rotary angles are scaled as in Llama 3.1, with a context for which one
-// of the factors is interpolated.
+// scaled returns the folder of a model with the rotary scaling of Llama 3.1 and a context so short that one factor is
+// interpolated.
 func scaled(t *testing.T) string {
 	dir := t.TempDir()
 	require.NoError(t, os.CopyFS(dir, os.DirFS(tiny)))
@@ -106,7 +106,7 @@ func checkTexts(t *testing.T, want, got *hf.Folder) {
 	require.Equal(t, x, y)
 }
 
-// checkWeights checks that the weights of an opened file are those of the model, rounded to the type of the file.
+// checkWeights checks that an opened file has the model's weights, rounded to the type of the file.
 func checkWeights(t *testing.T, path string, m *llm.Model, got *hf.Folder) {
 	_, tensors := read(t, path)
 	back, err := got.Load(t.Context())
@@ -193,7 +193,7 @@ func TestOpenConverts(t *testing.T) {
 	checkTexts(t, f, again)
 }
 
-// TestOpenRefused checks that the error names what is not supported.
+// TestOpenRefused checks that errors name unsupported fields, types, tensors and tokenizers.
 func TestOpenRefused(t *testing.T) {
 	f, m := load(t, tiny)
 	path := filepath.Join(t.TempDir(), "m.gguf")

@@ -163,8 +163,8 @@ func (d *document) vocabulary(size int) (*vocabulary, error) {
 	return v, nil
 }
 
-// ordinary returns the smallest id from which on all tokens are added ones. Only tokens with larger ids can be
-// missing in the vocabulary of a tokenizer.json, and only if all smaller ids are in use.
+// ordinary returns the number of tokens before the added tokens at the end of the vocabulary. Only these added tokens
+// can be missing in the vocabulary of a tokenizer.json, and only if all smaller ids are in use.
 func (v *vocabulary) ordinary() int {
 	end := len(v.types)
 	for end > 0 && v.types[end-1] == unused {
@@ -245,8 +245,7 @@ func (d *document) templates(config map[string]any) error {
 	return nil
 }
 
-// generation returns the contents of generation_config.json. As in llama.cpp, all tokens whose texts are in ending
-// end a text too.
+// generation returns the contents of generation_config.json. As in llama.cpp, the tokens in ending also end a text.
 func (d *document) generation(v *vocabulary, begin, end, pad int) any {
 	g := map[string]any{}
 	if begin >= 0 {
