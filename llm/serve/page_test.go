@@ -1,8 +1,11 @@
 package serve
 
 import (
+	"flag"
 	"fmt"
 	"net/http/httptest"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -27,6 +30,20 @@ func (w *window) sees(condition string) {
 	w.Helper()
 	require.Eventually(w, func() bool { return eval[bool](w, condition) }, 30*time.Second, 50*time.Millisecond,
 		"%s, but the page says %s", condition, eval[string](w, "document.body.innerText"))
+}
+
+// screenshots is the folder for pictures of the page.
+var screenshots = flag.String("screenshots", "", "folder to write pictures of the chat page to")
+
+// picture writes a picture of the page if -screenshots is set.
+func (w *window) picture(name string) {
+	w.Helper()
+	if *screenshots == "" {
+		return
+	}
+	picture, err := chromedp.Run(w.Context, chromedp.FullScreenshot(100))
+	require.NoError(w, err)
+	require.NoError(w, os.WriteFile(filepath.Join(*screenshots, name+".png"), picture, 0o666))
 }
 
 // says sends a message.
@@ -83,6 +100,7 @@ func TestPage(t *testing.T) {
 	w.sees(`!document.querySelector("#send").hidden`)
 
 	w.Accessible("a conversation")
+	w.picture("conversation")
 
 	w.Do(chromedp.Click(chromedp.CSS("#new")))
 	w.says("again")
@@ -111,6 +129,7 @@ func TestPageWithModels(t *testing.T) {
 	w.sees(answered("I am the second."))
 	w.sees(`document.querySelector(".reasoning").textContent === "Who am I?"`)
 	require.Equal(t, "second", eval[string](w, "document.title"))
+	w.picture("models")
 	w.Accessible("a choice of models")
 	require.Empty(t, w.Complaints())
 }
