@@ -125,8 +125,10 @@ func optionsIn(help []byte) map[string]bool {
 
 func TestMain(m *testing.M) {
 	status := m.Run()
-	if p, _ := build(); p != nil && needsBuild {
-		os.RemoveAll(p.folder)
+	if needsBuild {
+		if p, _ := build(); p != nil {
+			os.RemoveAll(p.folder)
+		}
 	}
 	os.Exit(status)
 }
