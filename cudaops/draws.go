@@ -17,9 +17,8 @@ import (
 )
 
 // DecodesOnDevice reports whether tokens are to be drawn on the device, so that the next token does not wait for the
-// host, and whether kernels for a few rows compute the products of texts that are continued together. This is the case
-// if the environment variable KASMINA_DECODE is "device".
-func DecodesOnDevice() bool { return os.Getenv("KASMINA_DECODE") == "device" }
+// host. This is the case unless the environment variable KASMINA_DECODE is "host".
+func DecodesOnDevice() bool { return os.Getenv("KASMINA_DECODE") != "host" }
 
 // WithDraws makes the machine draw tokens: see [Machine.Draw]. Logits, [rows, vocabulary], is a result of the graph,
 // and ids, an int vector, an input.

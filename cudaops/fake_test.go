@@ -1,7 +1,6 @@
 package cudaops
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -857,6 +856,7 @@ func (k *fakeKernels) DecodeAttention(l *fake.Launch, a decode.Attention) {
 		}
 	}
 
+	checkAhead(l, a.Ahead)
 	q, key := slices.Clone(floatsAt(l, a.Q, qd)), keys[p*kd:][:kd]
 	copy(key, floatsAt(l, a.K, kd))
 	copy(values[p*kd:], floatsAt(l, a.V, kd))
@@ -908,7 +908,8 @@ func (k *fakeKernels) SampleTokens(l *fake.Launch, a sample.Tokens) {
 }
 
 func (k *fakeKernels) DecodeProduct(l *fake.Launch, a decode.Product) {
-	y := rowProduct(l, a.X, a.W, a.Columns, a.D)
+	y := rowProduct(l, a.X, a.W, a.Columns, a.D, a.Norm)
+	checkAhead(l, a.Ahead)
 	if a.C != 0 {
 		for i, c := range floatsAt(l, a.C, a.Columns) {
 			y[i] += c
@@ -918,12 +919,18 @@ func (k *fakeKernels) DecodeProduct(l *fake.Launch, a decode.Product) {
 }
 
 func (k *fakeKernels) DecodeGated(l *fake.Launch, a decode.Gated) {
-	y, h := rowProduct(l, a.X, a.W, 2*a.F, a.D), floatsAt(l, a.H, a.F)
+	y, h := rowProduct(l, a.X, a.W, 2*a.F, a.D, a.Norm), floatsAt(l, a.H, a.F)
+	checkAhead(l, a.Ahead)
 	if a.GELU {
 		layer.GELUMul(h, y[:a.F], y[a.F:])
 	} else {
 		layer.SiLUMul(h, y[:a.F], y[a.F:])
 	}
+}
+
+func (k *fakeKernels) DecodeNormRows(l *fake.Launch, a decode.NormRows) {
+	layer.RMSNorm(floatsAt(l, a.Y, a.Rows*a.D), make([]float32, a.Rows), floatsAt(l, a.X, a.Rows*a.D),
+		floatsAt(l, a.W, a.D), a.Eps)
 }
 
 func (k *fakeKernels) DecodePaged(l *fake.Launch, a decode.Paged) {
@@ -977,33 +984,26 @@ func (k *fakeKernels) angles(l *fake.Launch, a decode.Paged, position int) (cos,
 	return at(a.Cos), at(a.Sin)
 }
 
-// DecodeStep checks the kernel's table, and computes the launches one after another.
-func (k *fakeKernels) DecodeStep(l *fake.Launch, a decode.Step) {
-	want, err := a.Encode(k.ctx.Device())
-	if err == nil {
-		err = a.Check(k.ctx.Device())
-	}
-	if err != nil {
-		panic(err)
-	}
-	if !bytes.Equal(fake.Slice[byte](l, a.Table, len(want)), want) {
-		panic("the table of a step does not fit its launches")
-	}
-
-	for _, n := range fake.Slice[uint32](l, a.Arrived, decode.Counters) {
-		if n != 0 {
-			panic("counters are not zero")
+// checkAhead checks that the memory to fetch exists.
+func checkAhead(l *fake.Launch, a decode.Ahead) {
+	for i, from := range a.From {
+		if (from == 0) != (a.Bytes[i] == 0) || from%16 != 0 || a.Bytes[i]%16 != 0 {
+			panic(fmt.Sprintf("fetches %d bytes at %#x", a.Bytes[i], from))
 		}
-	}
-
-	for _, launch := range a.Launches {
-		k.computes[reflect.TypeOf(launch)].Call([]reflect.Value{reflect.ValueOf(l), reflect.ValueOf(launch)})
+		if from != 0 {
+			fake.Slice[byte](l, from, a.Bytes[i])
+		}
 	}
 }
 
-// rowProduct returns x·wᵀ for one row x.
-func rowProduct(l *fake.Launch, x, w gpu.Ptr, columns, d int) []float32 {
+// rowProduct returns x·wᵀ for one row x, which is normalized first if there is a norm.
+func rowProduct(l *fake.Launch, x, w gpu.Ptr, columns, d int, n decode.Norm) []float32 {
 	row, all, y := floatsAt(l, x, d), floatsAt(l, w, columns*d), make([]float32, columns)
+	if n.W != 0 {
+		normed, rstd := make([]float32, d), make([]float32, 1)
+		layer.RMSNorm(normed, rstd, row, floatsAt(l, n.W, d), n.Eps)
+		row = normed
+	}
 	for i := range y {
 		for j, v := range row {
 			y[i] += v * all[i*d+j]

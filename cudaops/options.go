@@ -68,7 +68,7 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 	}
 
 	c.Device, c.Timed, c.PageMemory = d.info, c.monitor > 0, d.memoryOfPages
-	c.RowKernels = DecodesOnDevice()
+	c.Decoding = lower.Decoding{Rows: true, Packed: true, Norms: true, Early: true}
 	if s := c.share; s != nil {
 		c.Shared, c.SharedParams = s.runner.Program, s.config.Params
 	}
@@ -181,8 +181,9 @@ func WithFrozen(read func(n *gorgonia.Node, put func(part []byte, t Precision) e
 // WithWeights makes inputs with the names of matrices in w whose type is Float8 or NF4 read these instead of a
 // value of the node. The device holds them in the same form, and widens a matrix to the type of activations
 // right before each product that reads it, in memory that all layers share. With the precision [Float8], products
-// read matrices of type Float8 directly, and other operands are rounded to float8 instead. Matrices of other types
-// are ignored. A machine with [WithParamsOf] shares the matrices of the other machine.
+// read matrices of type Float8 directly, and other operands are rounded to float8 instead. Products of up to 64
+// rows in graphs that continue texts read the matrices as they are. Matrices of other types are ignored. A machine
+// with [WithParamsOf] shares the matrices of the other machine.
 func WithWeights(w *cpuops.Weights) MachineOption {
 	return setting(func(c *machineConfig) {
 		c.Packed = func(n *gorgonia.Node) *quant.Matrix {

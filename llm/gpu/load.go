@@ -9,6 +9,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/op/kvcache"
 )
 
 // Weights reads the parameters of a model by name, like hf.Folder. Read passes the elements of a
@@ -124,12 +125,13 @@ func NewBatcher(device *cudaops.Device, precision cudaops.Precision, c llm.Confi
 const longText = 8192
 
 // cacheTokens returns the number of tokens to reserve memory for, given the number of texts and the
-// maximum number of bytes.
+// maximum number of bytes. A text occupies whole pages.
 func cacheTokens(c llm.Config, p cudaops.Precision, texts, bytes int) int {
 	element := 2
 	if p == cudaops.Float32 {
 		element = 4
 	}
 	each := 2 * element * c.Layers * c.KVHeads * c.HeadDim
-	return min(max(c.Seq, texts*min(c.Seq, longText)), bytes/each)
+	pages := (min(c.Seq, longText) + kvcache.PageTokens - 1) / kvcache.PageTokens
+	return min(max(c.Seq, texts*pages*kvcache.PageTokens), bytes/each)
 }

@@ -16,6 +16,7 @@ import (
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/gpu"
@@ -37,6 +38,9 @@ func decode(ctx context.Context, args []string, stdout, stderr io.Writer) error 
 	variants := f.String("variants", "", "rules for the variants of kernels, separated by commas")
 	tune := cudaops.TuneOff
 	f.TextVar(&tune, "tune", tune, "how the fastest kernels are found: off, cached or full")
+	weights := cpuops.BFloat16
+	f.Func("weights", "type of the weights of linear layers: bf16 (the default, for that of the precision), f8 or nf4",
+		func(s string) error { return weights.UnmarshalText([]byte(s)) })
 	precision := cudaops.BFloat16
 	f.TextVar(&precision, "precision", precision, "precision: bf16, f16 or f32")
 	if err := f.Parse(args); err != nil {
@@ -62,7 +66,7 @@ func decode(ctx context.Context, args []string, stdout, stderr io.Writer) error 
 			continue
 		}
 		d := decoding{device: device, precision: precision, size: s, position: *position, tokens: *tokens, texts: *texts,
-			opts: opts}
+			opts: opts, stored: weights}
 		r, err := d.time(ctx)
 		if err != nil {
 			return fmt.Errorf("%s: %w", s.name, err)
@@ -78,11 +82,12 @@ func decode(ctx context.Context, args []string, stdout, stderr io.Writer) error 
 // A decodeResult is a line of output of the subcommand decode.
 type decodeResult struct {
 	Bench       string  `json:"bench"`
-	Us          float64 `json:"us"`          // for each token
-	TokensPS    float64 `json:"tok_s"`       // if nothing waits for the tokens
-	GBps        float64 `json:"gbps"`        // of weights, keys and values
-	HostTokens  float64 `json:"tok_s_host"`  // as programs see them
-	Fingerprint string  `json:"fingerprint"` // the first tokens and logits
+	Us          float64 `json:"us"`            // for each token
+	TokensPS    float64 `json:"tok_s"`         // if nothing waits for the tokens
+	GBps        float64 `json:"gbps"`          // of weights, keys and values
+	HostTokens  float64 `json:"tok_s_host"`    // as programs see them
+	Prefill     float64 `json:"prefill_tok_s"` // of a second text with the same number of tokens
+	Fingerprint string  `json:"fingerprint"`   // the first tokens and logits
 }
 
 // drawnNumbers are random numbers that serve as the weights of models.
@@ -139,8 +144,10 @@ type decoding struct {
 	precision               cudaops.Precision
 	position, tokens, texts int
 	opts                    []cudaops.MachineOption
+	stored                  cpuops.WeightType
 
-	weights int        // numbers that a token reads
+	weights int        // numbers that a token reads, except packed ones
+	packed  int        // bytes of packed weights
 	step    llm.Runner // the graph that computes one token of every text
 }
 
@@ -150,16 +157,25 @@ func (d *decoding) load(ctx context.Context) (*llm.Inference, error) {
 	c.Seq = d.position + d.tokens + 32
 	d.config = c
 	w := weightsOf{newDrawnNumbers(), map[string]int{}}
+	packed := new(cpuops.Weights)
 	for p := range c.Specs() {
 		n := tensor.Shape(p.Shape).TotalSize()
 		w.sizes[p.Name] = n
+		if d.stored != cpuops.BFloat16 && len(p.Shape) == 2 && strings.Contains(p.Name, ".layers.") {
+			if err := d.pack(packed, w, p); err != nil {
+				return nil, err
+			}
+			continue
+		}
 		d.weights += n
 	}
+	d.packed = packed.Bytes()
+	opts := append(slices.Clone(d.opts), cudaops.WithWeights(packed))
 	if c.Untied { // only one row of the embeddings is read for each token
 		d.weights -= c.Vocab * c.Dim
 	}
 
-	i, err := gpu.Load(ctx, d.device, d.precision, c, w, d.opts...)
+	i, err := gpu.Load(ctx, d.device, d.precision, c, w, opts...)
 	if err != nil {
 		return nil, err
 	}
@@ -172,6 +188,19 @@ func (d *decoding) load(ctx context.Context) (*llm.Inference, error) {
 		return m, err
 	}
 	return i, nil
+}
+
+// pack adds a parameter to the packed weights.
+func (d *decoding) pack(to *cpuops.Weights, w weightsOf, p llm.ParamSpec) error {
+	return to.Add(d.stored, p.Name, p.Shape[0], p.Shape[1], func(put func([]float32) error) error {
+		return w.read(p.Name, w.sizes[p.Name], func(part []byte, _ string) error {
+			numbers := make([]float32, len(part)/2)
+			for i := range numbers {
+				numbers[i] = math.Float32frombits(uint32(part[2*i])<<16 | uint32(part[2*i+1])<<24)
+			}
+			return put(numbers)
+		})
+	})
 }
 
 // A text is a text that is continued greedily, by the host or on the device.
@@ -280,17 +309,43 @@ func (d *decoding) time(ctx context.Context) (r decodeResult, err error) {
 		return r, err
 	}
 
+	if d.texts == 1 {
+		if r.Prefill, err = d.prefill(ctx, texts[0]); err != nil {
+			return r, err
+		}
+	}
+
 	each := took.Seconds() / float64(d.tokens)
 	element := 2
 	if d.precision == cudaops.Float32 {
 		element = 4
 	}
 	c := d.config
-	bytes := element * (d.weights + 2*c.Layers*c.KVHeads*c.HeadDim*(d.position+d.tokens+8)*d.texts)
+	bytes := d.packed + element*(d.weights+2*c.Layers*c.KVHeads*c.HeadDim*(d.position+d.tokens+8)*d.texts)
 	r.Bench = fmt.Sprintf("decode_%s_%d_%d", d.name, d.position, d.texts)
+	if d.stored != cpuops.BFloat16 {
+		r.Bench += "_" + d.stored.String()
+	}
 	r.Us, r.TokensPS, r.GBps = each*1e6, float64(d.texts)/each, float64(bytes)/each/1e9
 	r.Fingerprint = strings.Join(texts[0].drawn, " ")
 	return r, nil
+}
+
+// prefill returns the speed of reading a text, in tokens per second. The second pass over other tokens is timed.
+func (d *decoding) prefill(ctx context.Context, t *text) (float64, error) {
+	var took time.Duration
+	for i := range 3 {
+		tokens := make([]int, d.position)
+		for j := range tokens {
+			tokens[j] = (j*7907 + i + 1) % d.config.Vocab
+		}
+		began := time.Now()
+		if _, err := t.next(ctx, tokens); err != nil {
+			return 0, err
+		}
+		took = time.Since(began)
+	}
+	return float64(d.position) / took.Seconds(), nil
 }
 
 // repeat computes the last token of every text again, n times.

@@ -114,7 +114,7 @@ func (x *timer) gatherOperands(calls []*program.Call) {
 	written := map[*program.Buffer]bool{}
 	for _, c := range calls {
 		for _, a := range c.Args {
-			if !a.Bound() || a.Role == program.Untimed {
+			if !a.Bound() || a.Role == program.Untimed || a.Role == program.Hint {
 				continue
 			}
 			p := x.pieces[a.Buffer]

@@ -78,6 +78,7 @@ func lowerPagedAttention(c *compiler, n *gorgonia.Node, in []*program.Array) *pr
 	g := decode.Geometry{Heads: o.Config.Heads, KVHeads: o.Config.KVHeads, HeadDim: o.Config.HeadDim,
 		Capacity: o.Config.Capacity, Window: o.Config.Window, Scale: o.Config.Scale}
 	a := decode.Paged{Geometry: g, Rows: q.Shape[0], Columns: in[3].Shape[1], Type: q.Type}
+	a.Grouped = c.o.Decoding.Grouped && a.CanGroup()
 
 	var pages [2]*program.Array
 	for i := range pages {

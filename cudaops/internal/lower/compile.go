@@ -41,7 +41,7 @@ type Options struct {
 	Strict     bool      // a node without a kernel is an error
 	Room       int       // bytes that may be used to save time
 	Draws      Draws     // the tokens to draw
-	RowKernels bool      // products of a few rows in graphs that continue texts have kernels of their own
+	Decoding   Decoding  // the kernels of graphs that continue texts
 	Timed      bool      // allow timing Kasmina layers without telemetry, which needs extra memory
 
 	Shared       *program.Program // program that owns the shared parameters; nil if there are none
@@ -129,11 +129,8 @@ func Lower(g *gorgonia.ExprGraph, o Options) (*program.Program, gorgonia.Nodes, 
 		c.draw(o.Draws)
 	}
 
-	if o.RowKernels {
-		c.rowProducts()
-	}
-
-	if c.joinSteps(); c.err != nil {
+	c.decoding()
+	if c.err != nil {
 		return nil, nil, c.err
 	}
 

@@ -36,8 +36,8 @@ func (c *compiler) linear(n *gorgonia.Node, y, x, w, add *program.Array) {
 		return
 	}
 	w = c.widened(n, w)
-	a := decode.Product{Columns: w.Shape[0], D: w.Shape[1], Type: x.Type,
-		Steady: w.Resident && len(c.Calls) > 0}
+	a := decode.Product{Columns: w.Shape[0], D: w.Shape[1], Type: x.Type}
+	a.Steady = w.Resident && len(c.Calls) > 0
 	addCall(c, n, &a, program.Writes(&a.Y, y), program.Reads(&a.X, x), program.Reads(&a.W, w),
 		program.Reads(&a.C, add)).FLOPs = 2 * float64(w.Len())
 }

@@ -50,8 +50,8 @@ func lowerSiLUMLP(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 func (c *compiler) gate(n *gorgonia.Node, s mlpState, h, x *program.Array, columns int) {
 	rows, f := h.Shape[0], h.Shape[1]
 	if rows == 1 && len(c.gradients[n.Op()]) == 0 {
-		a := decode.Gated{F: f, D: x.Shape[1], GELU: s.gelu, Type: x.Type,
-			Steady: s.weights.Resident && len(c.Calls) > 0}
+		a := decode.Gated{F: f, D: x.Shape[1], GELU: s.gelu, Type: x.Type}
+		a.Steady = s.weights.Resident && len(c.Calls) > 0
 		addCall(c, n, &a, program.Writes(&a.H, h), program.Reads(&a.X, x),
 			program.Reads(&a.W, s.weights)).FLOPs = 2 * float64(s.weights.Len())
 		return

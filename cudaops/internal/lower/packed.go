@@ -19,6 +19,8 @@ import (
 // Products in float8 need no widened weights. The codes of a weight in float8 are their operand as they are.
 // Weights in NF4, and transposed weights for the gradient of x, are rounded to float8 right before the
 // product.
+//
+// Products of a few rows in graphs that continue texts read the weights as they are: see packProducts.
 
 // packedInput sets the value of an input that is held in float8 or NF4. It returns false for any other input.
 func (c *compiler) packedInput(n *gorgonia.Node) bool {

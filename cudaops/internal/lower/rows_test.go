@@ -9,9 +9,11 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
 	"github.com/kasmina-go/kasmina/cudaops/internal/passtest"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/quant"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/op/kvcache"
 )
@@ -20,19 +22,7 @@ import (
 // and that a matrix added to a product becomes an operand of it.
 func TestRowProducts(t *testing.T) {
 	count := func(rows int, o lower.Options) (own, others, added int) {
-		g := gorgonia.NewGraph()
-		x := passtest.Node(g, "x", rows, 64)
-		pages, err := kvcache.NewPages(4)
-		require.NoError(t, err)
-		table := gorgonia.NewTensor(g, tensor.Int, 2, gorgonia.WithShape(rows, 3), gorgonia.WithName("table"))
-		require.NoError(t, gorgonia.Let(table, tensor.New(tensor.WithShape(rows, 3), tensor.WithBacking(make([]int, 3*rows)))))
-		part := func(name string) *gorgonia.Node { return must(op.Linear(x, passtest.Node(g, name, 64, 64))) }
-		y := must(kvcache.PagedAttention(part("q"), part("k"), part("v"), table, pages, 0,
-			kvcache.Config{Heads: 4, KVHeads: 4, HeadDim: 16, Capacity: 128}))
-		must(gorgonia.Add(part("r"), must(op.Linear(y, passtest.Node(g, "o", 64, 64)))))
-
-		o.PageMemory = func(*kvcache.Pages, int, int) (gpu.Ptr, error) { return 1 << 20, nil }
-		for _, call := range passtest.Lower(t, g, o).Calls {
+		for _, call := range pagedGraph(t, rows, o).Calls {
 			switch m := call.Params.(type) {
 			case *decode.RowsProduct:
 				own++
@@ -50,13 +40,76 @@ func TestRowProducts(t *testing.T) {
 		rows, own, others int
 		o                 lower.Options
 	}{
-		{8, 3, 0, lower.Options{Activation: gpu.BFloat16, RowKernels: true}},
-		{64, 3, 0, lower.Options{Activation: gpu.Float16, RowKernels: true}},
-		{65, 0, 3, lower.Options{Activation: gpu.BFloat16, RowKernels: true}},
-		{8, 0, 3, lower.Options{Activation: gpu.Float32, RowKernels: true}},
+		{8, 3, 0, lower.Options{Activation: gpu.BFloat16, Decoding: lower.Decoding{Rows: true}}},
+		{64, 3, 0, lower.Options{Activation: gpu.Float16, Decoding: lower.Decoding{Rows: true}}},
+		{65, 0, 3, lower.Options{Activation: gpu.BFloat16, Decoding: lower.Decoding{Rows: true}}},
+		{8, 0, 3, lower.Options{Activation: gpu.Float32, Decoding: lower.Decoding{Rows: true}}},
 		{8, 0, 3, lower.Options{Activation: gpu.BFloat16}},
 	} {
 		own, others, added := count(c.rows, c.o)
 		require.Equal(t, []int{c.own, c.others, c.own / 3}, []int{own, others, added}, "%+v", c)
+	}
+}
+
+// pagedGraph lowers a graph that continues texts: the projections of an attention to pages, with another product added
+// to the last one.
+func pagedGraph(t *testing.T, rows int, o lower.Options) *program.Program {
+	g := gorgonia.NewGraph()
+	x := passtest.Node(g, "x", rows, 64)
+	pages, err := kvcache.NewPages(4)
+	require.NoError(t, err)
+	table := gorgonia.NewTensor(g, tensor.Int, 2, gorgonia.WithShape(rows, 3), gorgonia.WithName("table"))
+	require.NoError(t, gorgonia.Let(table, tensor.New(tensor.WithShape(rows, 3), tensor.WithBacking(make([]int, 3*rows)))))
+	part := func(name string) *gorgonia.Node { return must(op.Linear(x, passtest.Node(g, name, 64, 64))) }
+	y := must(kvcache.PagedAttention(part("q"), part("k"), part("v"), table, pages, 0,
+		kvcache.Config{Heads: 4, KVHeads: 4, HeadDim: 16, Capacity: 128}))
+	must(gorgonia.Add(part("r"), must(op.Linear(y, passtest.Node(g, "o", 64, 64)))))
+
+	o.PageMemory = func(*kvcache.Pages, int, int) (gpu.Ptr, error) { return 1 << 20, nil }
+	return passtest.Lower(t, g, o)
+}
+
+// TestPackedProducts checks that products of a few rows read frozen weights in float8 and NF4 as they are stored, in
+// graphs that continue texts, and that the projections of an attention remain one product.
+func TestPackedProducts(t *testing.T) {
+	for _, rows := range []int{1, 8} {
+		for _, format := range []quant.Format{quant.Float8, quant.NF4} {
+			for _, packed := range []bool{false, true} {
+				o := lower.Options{Activation: gpu.BFloat16, Decoding: lower.Decoding{Rows: true, Packed: packed},
+					Packed: func(n *gorgonia.Node) *quant.Matrix {
+						if n.Name() == "x" {
+							return nil
+						}
+						m, err := quant.New(format, 64, 64, make([]float32, 64*64))
+						require.NoError(t, err)
+						return m
+					}}
+				var parts []int
+				widened := 0
+				for _, call := range pagedGraph(t, rows, o).Calls {
+					switch p := call.Params.(type) {
+					case *decode.PackedProduct:
+						n := 0
+						for i := range p.Parts {
+							if call.Operand(&p.Parts[i].Codes) != nil {
+								require.Equal(t, 64, p.Parts[i].Rows)
+								n++
+							}
+						}
+						parts = append(parts, n)
+						require.Equal(t, format == quant.NF4, p.NF4)
+					case *quantize.WidenFloat8, *quantize.WidenNF4:
+						widened++
+					}
+				}
+				if packed {
+					require.ElementsMatch(t, []int{3, 1, 1}, parts)
+					require.Zero(t, widened)
+				} else {
+					require.Empty(t, parts)
+					require.Equal(t, 5, widened)
+				}
+			}
+		}
 	}
 }

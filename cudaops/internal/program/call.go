@@ -50,30 +50,6 @@ func Prepared(launch any, args ...Arg) *Call {
 	})}
 }
 
-// Join returns a call that does the work of several calls. Its launch is join's result for their launches,
-// with the addresses set. launch is of the same type and identifies it to passes. more are operands that
-// only the joint launch has.
-func Join(calls []*Call, launch any, join func(launches []any) any, more ...Arg) *Call {
-	var args []Arg
-	for _, c := range calls {
-		args = append(args, c.Args...)
-	}
-
-	joint := Prepared(launch, append(args, more...)...)
-	joint.value = func() any {
-		launches := make([]any, len(calls))
-		for i, c := range calls {
-			launches[i] = c.value()
-		}
-		return join(launches)
-	}
-	for _, c := range calls {
-		joint.FLOPs += c.FLOPs
-	}
-
-	return joint
-}
-
 // InPlace names a result that may be written over an operand, provided that no later call needs the
 // operand. From is nil if the call does not support this.
 type InPlace struct{ From, To *Array }
@@ -121,6 +97,7 @@ const (
 	Update       // read and written
 	Scratch      // written, but meaningless afterwards except to later calls of the same op
 	Untimed      // read, but passed as null while variants are timed
+	Hint         // addressed, but neither read nor written, such as memory to prefetch
 )
 
 // Reads returns an operand that is read.
@@ -135,12 +112,15 @@ func Updates[F Field](field F, a *Array) Arg { return operand(field, a, Update) 
 // Uses returns an operand that serves as scratch memory.
 func Uses[F Field](field F, a *Array) Arg { return operand(field, a, Scratch) }
 
+// Hints returns an operand of which only the address is used.
+func Hints[F Field](field F, a *Array) Arg { return operand(field, a, Hint) }
+
 // Bytes returns the number of bytes that the call moves. Each array counts once, or twice if it is both
 // read and written.
 func (c *Call) Bytes() (n float64) {
 	for i, a := range c.Args {
 		same := func(b Arg) bool { return b.Array == a.Array }
-		if slices.ContainsFunc(c.Args[:i], same) {
+		if a.Role == Hint || slices.ContainsFunc(c.Args[:i], same) {
 			continue
 		}
 		n += float64(a.Extent())
@@ -172,7 +152,7 @@ func (c *Call) Operand(field *gpu.Ptr) *Arg {
 func (c *Call) Conflicts(d *Call) bool {
 	writes := func(c, d *Call) bool {
 		return slices.ContainsFunc(c.Args, func(a Arg) bool {
-			return a.Role != Read && d.Touches(a.Buffer)
+			return a.Role != Read && a.Role != Hint && d.Touches(a.Buffer)
 		})
 	}
 	return writes(c, d) || writes(d, c)

@@ -28,6 +28,8 @@ type Attention struct {
 	Parts                    gpu.Ptr // workspace of PartsBytes
 	Arrived                  gpu.Ptr // Counters elements of uint32, zero before and after a launch
 	Type                     gpu.DType
+	Early                    bool // see Overlap; the launch also fetches keys and values into the cache
+	Ahead                    Ahead
 }
 
 // Geometry holds the sizes and the scale of an Attention.
@@ -79,11 +81,8 @@ func (g Geometry) PartsBytes(d gpu.DeviceInfo) int {
 	return 4 * g.Heads * g.slices(d) * (g.HeadDim + 2)
 }
 
-// Counters returns the number of elements of Arrived. A Step divides the query heads into smaller groups
-// than an Attention by itself.
-func (g Geometry) Counters() int {
-	return g.KVHeads * kernel.CeilDiv(g.Heads/g.KVHeads, min(g.together(), togetherHeads))
-}
+// Counters returns the number of elements of Arrived.
+func (g Geometry) Counters() int { return g.KVHeads * g.blocks() }
 
 // packed reports whether the kernels can read 16 bytes at a time.
 func (a Attention) packed() bool {
@@ -104,5 +103,5 @@ func (a Attention) Launch(q *kernel.Queue) {
 			Block: gpu.Dim{X: threads}, Overlap: true},
 		kernel.Struct{a.Q, a.K, a.V, a.Y, a.Keys, a.Values, a.Cos, a.Sin, a.Position, a.Parts,
 			a.Arrived, a.Heads, a.KVHeads, a.HeadDim, a.Capacity, a.Window, slices, a.Scale,
-			a.packed()})
+			a.packed(), a.Early, a.Ahead.args()})
 }

@@ -9,9 +9,21 @@ constexpr int kThreads = 256;
 // Launch: kThreads threads, [slices, kvHeads, ⌈heads/kvHeads/G⌉] blocks.
 template <class T, int L, int G> __device__ __forceinline__ void attendSlice(const Attention& a) {
   __shared__ SharedOf<L, G, (G * L > 128 ? 4 : G), kThreads> shared;
+  if (a.early) {
+    // The position may still change, and then this is in vain.
+    const int64_t position = __ldcg(a.position);
+    if (blockIdx.z == 0 && position >= 0 && position < a.capacity) {
+      int keys;
+      const int slices = slicesOf(int(position) + 1 - firstVisible(a, position), a.slices, &keys);
+      if (int(blockIdx.x) < slices) fetchSlice<T, kThreads>(a, position, blockIdx.y, blockIdx.x, keys, Rows());
+    }
+    const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    prefetch(a.ahead, block, gridDim.x * gridDim.y * gridDim.z);
+    releaseNext();
+  }
   awaitPrevious();
-  releaseNext();
-  const int64_t position = *a.position;
+  if (!a.early) releaseNext();
+  const int64_t position = __ldcg(a.position);
   if (position < 0 || position >= a.capacity) return;  // the host rejects such positions
   int keys;
   const int slices = slicesOf(int(position) + 1 - firstVisible(a, position), a.slices, &keys);

@@ -15,7 +15,9 @@
 // reproducible. The number of slices depends only on the position, which the kernel reads from
 // memory. A single captured launch can therefore be replayed for every position.
 #pragma once
+#include "ahead.cuh"
 #include "common.cuh"
+#include "element.cuh"
 
 constexpr int kElements = 8, kTogether = 2;
 constexpr int kLeastKeys = 64;  // per slice
@@ -33,6 +35,8 @@ struct Attention {
   int heads, kvHeads, dim, capacity, window, slices;
   float scale;
   int packed;  // whether queries, keys and values can be read 16 bytes at a time
+  int early;  // the next kernel may start before the preceding one has ended
+  Ahead ahead;
 };
 
 // features returns the lane's features of a head's row, with zeros past the end of the row.
@@ -81,11 +85,22 @@ struct Softmax {
 #pragma unroll
     for (int i = 0; i < kElements; i++) weighted[i] = 0;
   }
-  template <class T> __device__ __forceinline__ void add(float score, const Pack<T, kElements>& value) {
-    const float m = fmaxf(maximum, score), keep = exp2f(maximum - m), p = exp2f(score - m);
-    maximum = m, sum = sum * keep + p;
+  // add adds N keys with their scores, which are −∞ for keys that don't count. The first one counts.
+  template <class T, int N> __device__ __forceinline__ void add(const float (&score)[N], const Pack<T, kElements> (&value)[N]) {
+    float m = maximum;
 #pragma unroll
-    for (int i = 0; i < kElements; i++) weighted[i] = weighted[i] * keep + p * value.get(i);
+    for (int u = 0; u < N; u++) m = fmaxf(m, score[u]);
+    const float keep = exp2f(maximum - m);
+    maximum = m, sum *= keep;
+#pragma unroll
+    for (int i = 0; i < kElements; i++) weighted[i] *= keep;
+#pragma unroll
+    for (int u = 0; u < N; u++) {
+      const float p = exp2f(score[u] - m);
+      sum += p;
+#pragma unroll
+      for (int i = 0; i < kElements; i++) weighted[i] += p * element(value[u], i);
+    }
   }
   // merge combines this lane's softmax with the one in lane ^ apart.
   __device__ __forceinline__ void merge(int apart) {
@@ -138,6 +153,20 @@ template <bool Appends> struct PagedRows {
   }
 };
 
+// fetchSlice starts fetching the cached keys and values of a slice into the L2 cache, all at once. The threads
+// that attend hold only a few of them at a time, too few to keep the memory busy.
+template <class T, int threads, class RowOf>
+__device__ __forceinline__ void fetchSlice(const Attention& a, int64_t position, int kv, int slice, int keys, RowOf rowOf) {
+  constexpr int kLine = 128;
+  const int from = firstVisible(a, position), begin = from + slice * keys, end = min(begin + keys, int(position));
+  const int bytes = a.dim * sizeof(T), lines = (bytes + kLine - 1) / kLine;
+  for (int i = threadIdx.x; i < (end - begin) * lines; i += threads) {
+    const int64_t at = (rowOf(begin + i / lines) * a.kvHeads + kv) * bytes + i % lines * kLine;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(a.keys) + at));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(a.values) + at));
+  }
+}
+
 // attend computes one slice of the `slices` slices of `keys` positions each, for the query heads of
 // group z of a key-value head, and merges all slices if it is the last of them to finish. All threads of
 // the block must call it.
@@ -182,16 +211,19 @@ __device__ __forceinline__ void attend(const Attention& a, Shared& shared, int64
       value[u] = features(valueRows + row, at, dim, a.packed);
     }
 #pragma unroll
-    for (int u = 0; u < kTogether; u++)
+    for (int g = 0; g < G; g++) {
+      float score[kTogether];
 #pragma unroll
-      for (int g = 0; g < G; g++) {
-        float score = 0;
+      for (int u = 0; u < kTogether; u++) {
+        score[u] = 0;
 #pragma unroll
-        for (int i = 0; i < kElements; i++) score += q[g][i] * key[u].get(i);
+        for (int i = 0; i < kElements; i++) score[u] += q[g][i] * element(key[u], i);
 #pragma unroll
-        for (int d = L / 2; d > 0; d /= 2) score += __shfl_xor_sync(kAllLanes, score, d);
-        if (j0 + u * workers < end) s[g].add(score, value[u]);
+        for (int d = L / 2; d > 0; d /= 2) score[u] += __shfl_xor_sync(kAllLanes, score[u], d);
+        if (j0 + u * workers >= end) score[u] = -INFINITY;
       }
+      if (j0 < end) s[g].add(score, value);
+    }
   }
 
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;

@@ -6,6 +6,7 @@
 // they belong to the same sequence.
 #include "common.cuh"
 #include "decode_attention.cuh"
+#include "overlap.cuh"
 
 constexpr int kThreads = 256;
 
@@ -19,10 +20,22 @@ struct Args {
   int heads, kvHeads, dim, capacity, window, slices;
   float scale;
   int packed, rows, columns, queryStride, keyStride, valueStride;
+  int early;  // see Attention
+  Ahead ahead;
 };
+
+// await fetches the block's share of the memory ahead, and waits for the preceding kernel. `blocks` blocks
+// have numbers from 0.
+__device__ __forceinline__ void await(const Args& a, int block, int blocks) {
+  prefetch(a.ahead, block, blocks);
+  if (a.early) releaseNext();
+  awaitPrevious();
+  if (!a.early) releaseNext();
+}
 
 // Launch: one block per row.
 template <class T> __device__ __forceinline__ void append(const Args& a) {
+  await(a, -1, 1);
   const int64_t* row = a.table + int64_t(blockIdx.x) * a.columns;
   const int64_t position = row[0];
   if (position < 0 || position >= a.capacity) return;
@@ -42,6 +55,7 @@ template <class T> __device__ __forceinline__ void append(const Args& a) {
 // Launch: kThreads threads, [slices, kvHeads · groups of G query heads, rows] blocks.
 template <class T, int L, int G> __device__ __forceinline__ void attendPaged(const Args& a) {
   __shared__ SharedOf<L, G, (G * L > 128 ? 4 : G), kThreads> shared;
+  await(a, (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x, gridDim.x * gridDim.y * gridDim.z);
   const int r = blockIdx.z, groups = gridDim.y / a.kvHeads, size = a.heads * a.dim;
   const int64_t* row = a.table + int64_t(r) * a.columns;
   const int64_t position = row[0];
@@ -57,9 +71,10 @@ template <class T, int L, int G> __device__ __forceinline__ void attendPaged(con
                       a.slices, a.scale, a.packed};
   int keys;
   const int slices = slicesOf(int(position) + 1 - firstVisible(one, position), a.slices, &keys);
-  if (int(blockIdx.x) < slices)
-    attend<T>(one, shared, position, blockIdx.y % a.kvHeads, blockIdx.y / a.kvHeads, blockIdx.x, slices, keys,
-              PagedRows<false>(row + 1));
+  if (int(blockIdx.x) >= slices) return;
+  if (a.early && int(blockIdx.y) < a.kvHeads) fetchSlice<T, kThreads>(one, position, blockIdx.y, blockIdx.x, keys, PagedRows<false>(row + 1));
+  attend<T>(one, shared, position, blockIdx.y % a.kvHeads, blockIdx.y / a.kvHeads, blockIdx.x, slices, keys,
+            PagedRows<false>(row + 1));
 }
 
 #define DEFINE_LANES(T, L)                                                                        \

@@ -6,102 +6,136 @@
 // The gate is SiLU or the tanh approximation of GELU; the first f rows of w are the gate and the
 // next f rows the up projection.
 //
+// The normed kernels normalize x first:  x[k] ← x[k]·norm[k] / sqrt(Σ_j x[j]²/depth + eps). Each warp
+// adds up the squares along with its products, and divides at the end, so x needs no pass of its own.
+//
 // Each warp computes one row of w, or one row from each half, with kDeep 16-byte loads per lane in
 // flight. Sums are float32, and their order depends only on the shape.
+#include "ahead.cuh"
 #include "common.cuh"
+#include "element.cuh"
 #include "gate.cuh"
 #include "overlap.cuh"
 
 constexpr int kWarps = 4, kDeep = 8;
+constexpr int kPrefetching = 512;  // blocks that prefetch, so that the last ones do and the data stay in the cache
 
-// Rows holds kDeep loads of this lane in flight, for R rows of w that are `apart` elements apart.
-template <class T, int R, int N> struct Rows {
-  static constexpr int kStep = kWarp * N, kEach = kDeep / R;
+struct Args {
+  void* y;
+  const void *x, *w, *c;  // c may be null or y
+  const float* norm;
+  Ahead ahead;
+  int n, depth;  // n rows of y
+  float eps;
+  int steady;  // w was complete before any kernel began that may still be running
+  int early;   // the next kernel may start before the preceding one has ended
+  int isGELU;
+};
+
+// Rows holds kDeep loads of this lane in flight, for R rows of w that are `apart` elements apart. Unless Full, the row
+// may end within the loads, and what is past the end counts as zeros.
+template <class T, int R, int N, bool Full> struct Rows {
+  static constexpr int kStep = kWarp * N, kEach = kDeep / R, kAll = kEach * kStep;
   Pack<T, N> row[R][kEach];
-  __device__ __forceinline__ void load(const T* w, int64_t apart) {
+
+  // load starts the loads for columns at, at + kStep, ... below depth.
+  __device__ __forceinline__ void load(const T* w, int64_t apart, int at, int depth) {
 #pragma unroll
     for (int r = 0; r < R; r++)
 #pragma unroll
-      for (int u = 0; u < kEach; u++)
+      for (int u = 0; u < kEach; u++) {
+        if constexpr (!Full) {
+          row[r][u] = {};
+          if (at + u * kStep >= depth) continue;
+        }
         if constexpr (N > 1)
-          row[r][u] = loadOnce<N>(w + r * apart + u * kStep);
+          row[r][u] = loadOnce<N>(w + r * apart + at + u * kStep);
         else
-          row[r][u] = ::load<N>(w + r * apart + u * kStep);
+          row[r][u] = ::load<N>(w + r * apart + at + u * kStep);
+      }
   }
-  __device__ __forceinline__ void add(float (&sum)[R], const T* x) const {
+
+  // add has no branches, so that all its loads are in flight at the same time.
+  template <bool Normed>
+  __device__ __forceinline__ void add(float (&sum)[R], float& squares, const T* x, const float* norm, int at, int depth) const {
 #pragma unroll
     for (int u = 0; u < kEach; u++) {
-      const Pack<T, N> v = ::load<N>(x + u * kStep);
+      const bool inside = Full || at + u * kStep < depth;
+      const int from = Full ? at + u * kStep : min(at + u * kStep, depth - N);
+      const Pack<T, N> v = ::load<N>(x + from);
+      Pack<float, N> factors;
+      if constexpr (Normed) factors = ::load<N>(norm + from);
 #pragma unroll
-      for (int r = 0; r < R; r++)
+      for (int i = 0; i < N; i++) {
+        float e = inside ? v.get(i) : 0.0f;
+        if constexpr (Normed) squares += e * e, e *= factors.v[i];
 #pragma unroll
-        for (int i = 0; i < N; i++) sum[r] += v.get(i) * row[r][u].get(i);
+        for (int r = 0; r < R; r++) sum[r] += e * row[r][u].get(i);
+      }
     }
   }
 };
 
-// sums gives every lane the products of x with R rows of w, reading N elements at a time. If steady
-// is set, w was complete before the preceding kernel began, and the first loads don't wait for that
-// kernel to end.
-template <int R, int N, class T>
-__device__ __forceinline__ void sums(float (&sum)[R], const T* x, const T* w, int64_t apart, int depth, bool steady) {
-  using Loads = Rows<T, R, N>;
-  constexpr int step = Loads::kStep, all = Loads::kEach * step;
-  int at = threadIdx.x % kWarp * N;
+// multiply computes R rows of w that are `apart` rows apart, for each of the n rows of the result, and
+// passes the sums to put(row, sums, added) in one lane. Launch: kWarps warps per block, one warp per row.
+template <class T, int N, int R, bool Normed, bool Full, class Put>
+__device__ __forceinline__ void multiply(const Args& a, int apart, Put put) {
+  using Loads = Rows<T, R, N, Full>;
+  const int r = blockIdx.x * kWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp, depth = a.depth;
+  const int64_t between = int64_t(apart) * depth;
+  const T *x = static_cast<const T*>(a.x), *w = static_cast<const T*>(a.w) + int64_t(r) * depth;
+  const bool valid = r < a.n;
+  int at = lane * N;
   Loads rows;
-  const bool ahead = steady && at + all - step < depth;
-  if (ahead) rows.load(w + at, apart);
+  if (a.steady && valid) rows.load(w, between, at, depth);
+  const int skipped = max(0, int(gridDim.x) - kPrefetching);
+  prefetch(a.ahead, int(blockIdx.x) - skipped, int(gridDim.x) - skipped);
+  if (a.early) releaseNext();
   awaitPrevious();
-  releaseNext();  // after the wait, so every kernel but the preceding one has finished when the next one starts
-  if (ahead) {
-    rows.add(sum, x + at);
-    at += all;
+  if (!a.early) releaseNext();
+  if (!valid) return;
+
+  const float added = a.c && lane == 0 ? toFloat(static_cast<const T*>(a.c)[r]) : 0.0f;
+  float sum[R] = {}, squares = 0;
+  if (a.steady) {
+    rows.template add<Normed>(sum, squares, x, a.norm, at, depth);
+    at += Loads::kAll;
   }
-  for (; at + all - step < depth; at += all) {
-    rows.load(w + at, apart);
-    rows.add(sum, x + at);
+  for (; at < depth; at += Loads::kAll) {
+    rows.load(w, between, at, depth);
+    rows.template add<Normed>(sum, squares, x, a.norm, at, depth);
   }
-  for (; at < depth; at += step) {
-    const Pack<T, N> v = load<N>(x + at);
+
 #pragma unroll
-    for (int r = 0; r < R; r++) {
-      const Pack<T, N> row = load<N>(w + r * apart + at);
+  for (int i = 0; i < R; i++) sum[i] = warpReduce<Sum>(sum[i]);
+  if constexpr (Normed) {
+    const float scale = rsqrtf(warpReduce<Sum>(squares) / depth + a.eps);
 #pragma unroll
-      for (int i = 0; i < N; i++) sum[r] += v.get(i) * row.get(i);
-    }
+    for (int i = 0; i < R; i++) sum[i] *= scale;
   }
-#pragma unroll
-  for (int r = 0; r < R; r++) sum[r] = warpReduce<Sum>(sum[r]);
+  if (lane == 0) put(r, sum, added);
 }
 
-__device__ __forceinline__ int rowOf() { return blockIdx.x * kWarps + threadIdx.x / kWarp; }
-
-// c may be null, and y may be c. Launch: kWarps warps per block, one warp for each of the n rows of
-// w.
-template <class T, int N> __device__ __forceinline__ void product(T* y, const T* x, const T* w, const T* c, int n, int depth, bool steady) {
-  const int r = rowOf();
-  if (r >= n) return;
-  float sum[1] = {0};
-  sums<1, N>(sum, x, w + int64_t(r) * depth, 0, depth, steady);
-  if (threadIdx.x % kWarp == 0) y[r] = fromFloat<T>(c ? sum[0] + toFloat(c[r]) : sum[0]);
+template <class T, int N, bool Normed, bool Full> __device__ __forceinline__ void product(const Args& a) {
+  multiply<T, N, 1, Normed, Full>(a, 0, [&](int r, const float (&sum)[1], float added) {
+    static_cast<T*>(a.y)[r] = fromFloat<T>(sum[0] + added);
+  });
 }
 
-template <class T, int N> __device__ __forceinline__ void gated(T* h, const T* x, const T* w, int f, int depth, int isGELU, bool steady) {
-  const int r = rowOf();
-  if (r >= f) return;
-  float sum[2] = {0, 0};
-  sums<2, N>(sum, x, w + int64_t(r) * depth, int64_t(f) * depth, depth, steady);
-  if (threadIdx.x % kWarp == 0) h[r] = fromFloat<T>(isGELU ? gateMul<T, true>(sum[0], sum[1]) : gateMul<T, false>(sum[0], sum[1]));
+template <class T, int N, bool Normed, bool Full> __device__ __forceinline__ void gated(const Args& a) {
+  multiply<T, N, 2, Normed, Full>(a, a.n, [&](int r, const float (&sum)[2], float) {
+    static_cast<T*>(a.y)[r] = fromFloat<T>(a.isGELU ? gateMul<T, true>(sum[0], sum[1]) : gateMul<T, false>(sum[0], sum[1]));
+  });
 }
 
-#define DEFINE_ACCESS(T, name, N)                                                                                    \
-  extern "C" __global__ void __launch_bounds__(kWarps * kWarp)                                                       \
-      decode_product_##name##_##T(T* y, const T* x, const T* w, const T* c, int n, int depth, int steady) {                    \
-    product<T, N>(y, x, w, c, n, depth, steady);                                                                             \
-  }                                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(kWarps * kWarp)                                                       \
-      decode_gated_##name##_##T(T* h, const T* x, const T* w, int f, int depth, int isGELU, int steady) {                      \
-    gated<T, N>(h, x, w, f, depth, isGELU, steady);                                                                          \
-  }
-#define DEFINE(T) DEFINE_ACCESS(T, packs, kVec<T>) DEFINE_ACCESS(T, elements, 1)
+#define DEFINE_KERNEL(T, op, name, ...) \
+  extern "C" __global__ void __launch_bounds__(kWarps * kWarp) decode_##op##_##name##_##T(Args a) { op<T, __VA_ARGS__>(a); }
+#define DEFINE_ACCESS(T, name, N, Full)                                                                   \
+  DEFINE_KERNEL(T, product, name, N, false, Full) DEFINE_KERNEL(T, product, normed_##name, N, true, Full) \
+  DEFINE_KERNEL(T, gated, name, N, false, Full) DEFINE_KERNEL(T, gated, normed_##name, N, true, Full)
+// The depth of full packs is a multiple of kDeep packs for each lane.
+#define DEFINE(T)                            \
+  DEFINE_ACCESS(T, full, kVec<T>, true)      \
+  DEFINE_ACCESS(T, packs, kVec<T>, false)    \
+  DEFINE_ACCESS(T, elements, 1, false)
 FOR_STORAGE_TYPES(DEFINE)

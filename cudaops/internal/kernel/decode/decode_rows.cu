@@ -1,14 +1,18 @@
 // Matrix products with 2 to 64 rows, as they occur when several texts are continued at the same time. Reading the
 // weights is the bottleneck.
 //
-//   y[r, n] = Σ_k x[r, k]·w[n, k] + c[r, n]
+//   y[r, n] = Σ_k x[r, k]·w[n, k] + c[r, n]                          product
+//   h[r, n] = gate(Σ_k x[r, k]·w[n, k]) · Σ_k x[r, k]·w[f + n, k]    gated
 //
 // A block multiplies kTile rows of w, over a range of k, by all rows of x: the rows of w are the rows of the tensor
-// cores' tiles, and the rows of x, filled up with zeros to R, their columns. Copies of w run kStages steps ahead, and
-// those for the first steps don't wait for the preceding kernel.
+// cores' tiles, and the rows of x, filled up with zeros to R, their columns. A gated block has half as many rows of
+// either half of w, and a warp has the same rows of both. Copies of w run kStages steps ahead, and those for the first
+// steps don't wait for the preceding kernel.
 //
-// If k is divided into ranges, the last block of a tile to finish adds up the ranges, in order.
+// If k is divided into ranges, the blocks of a tile form a cluster, and add up their ranges in order, a part each.
+#include "ahead.cuh"
 #include "common.cuh"
+#include "gate.cuh"
 #include "mma.cuh"
 #include "overlap.cuh"
 
@@ -17,17 +21,34 @@ constexpr int kTile = 128, kDepth = 64, kStages = 4, kThreads = 128;
 struct Args {
   void* y;
   const void *x, *w, *c;  // c may be null or y
-  float* parts;           // [ranges, rows, n]; unused if there is one range
-  unsigned* arrived;      // for each tile, zero before and after
-  int rows, n, depth, ranges, steady;
+  Ahead ahead;
+  int rows, n, depth, ranges, steady, early, isGELU;  // n is the number of columns of y; see Overlap in product.go
 };
 
-template <class T, int R> __device__ __forceinline__ void multiplyRows(const Args& a) {
+// awaitCluster waits for all threads of the cluster, and makes their shared memory visible.
+__device__ __forceinline__ void awaitCluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// loadFrom reads 16 bytes of another block's shared memory, at the address of a variable in this block's memory.
+__device__ __forceinline__ float4 loadFrom(int block, uint32_t address) {
+  float4 v = {};
+#if __CUDA_ARCH__ >= 900
+  uint32_t theirs;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(address), "r"(block));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(theirs) : "memory");
+#endif
+  return v;
+}
+
+template <class T, int R, bool Gated> __device__ __forceinline__ void multiplyRows(const Args& a) {
   extern __shared__ __align__(128) char memory[];
-  __shared__ bool last;
   constexpr int wBytes = kTile * kDepth * 2, xBytes = R * kDepth * 2, stageBytes = wBytes + xBytes;
+  constexpr int perWarp = Gated ? 16 : 32, perBlock = kThreads / kWarp * perWarp;  // columns of y
   const uint32_t base = tile::sharedAddress(memory);
-  const int first = blockIdx.x * kTile, range = blockIdx.y, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int first = blockIdx.x * perBlock, range = blockIdx.y, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int steps = (a.depth + kDepth - 1) / kDepth;
   const int from = int64_t(steps) * range / a.ranges, to = int64_t(steps) * (range + 1) / a.ranges;
   const T *x = static_cast<const T*>(a.x), *w = static_cast<const T*>(a.w);
@@ -39,8 +60,10 @@ template <class T, int R> __device__ __forceinline__ void multiplyRows(const Arg
 #pragma unroll
     for (int i = 0; i < kTile / (kThreads / 8); i++) {
       const int row = row0 + i * (kThreads / 8);
-      const bool valid = first + row < a.n && k < a.depth;
-      tile::copyAsync<16>(tile::chunkAt<kDepth>(at, row, chunk), valid ? w + int64_t(first + row) * a.depth + k : w, valid);
+      const int column = first + (Gated ? row / 32 * 16 + row % 16 : row);
+      const int64_t of = column + (Gated && row % 32 >= 16 ? a.n : 0);
+      const bool valid = column < a.n && k < a.depth;
+      tile::copyAsync<16>(tile::chunkAt<kDepth>(at, row, chunk), valid ? w + of * a.depth + k : w, valid);
     }
   };
   const auto copyX = [&](int step) {
@@ -58,8 +81,10 @@ template <class T, int R> __device__ __forceinline__ void multiplyRows(const Arg
   const int ahead = min(kStages - 1, to - from);
   if (a.steady)
     for (int i = 0; i < ahead; i++) copyW(from + i);
+  prefetch(a.ahead, blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
+  if (a.early) releaseNext();
   awaitPrevious();
-  releaseNext();  // after the wait, so every kernel but the preceding one has finished when the next one starts
+  if (!a.early) releaseNext();
   for (int i = 0; i < kStages - 1; i++) {
     if (i < ahead) {
       if (!a.steady) copyW(from + i);
@@ -79,49 +104,66 @@ template <class T, int R> __device__ __forceinline__ void multiplyRows(const Arg
     sum.template addNT<T, kDepth>(at, warp * 32, at + wBytes, 0);
   }
 
-  // store passes each element of the result to put.
-  const auto each = [&](auto put) {
-#pragma unroll
-    for (int m = 0; m < 2; m++)
-#pragma unroll
-      for (int n = 0; n < R / 8; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const int column = first + warp * 32 + m * 16 + lane / 4 + e / 2 * 8, row = n * 8 + lane % 4 * 2 + e % 2;
-          if (row < a.rows && column < a.n) put(int64_t(row) * a.n + column, sum.c[m][n][e]);
-        }
-  };
   T* y = static_cast<T*>(a.y);
   const T* c = static_cast<const T*>(a.c);
+  // put stores the sums of 8 rows of x.
+  const auto put = [&](int n, const float (&s)[2][4]) {
+#pragma unroll
+    for (int m = 0; m < (Gated ? 1 : 2); m++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int column = first + warp * perWarp + m * 16 + lane / 4 + e / 2 * 8, row = n * 8 + lane % 4 * 2 + e % 2;
+        if (row >= a.rows || column >= a.n) continue;
+        const int64_t i = int64_t(row) * a.n + column;
+        float v = s[m][e];
+        if constexpr (Gated)
+          v = a.isGELU ? gateMul<T, true>(s[0][e], s[1][e]) : gateMul<T, false>(s[0][e], s[1][e]);
+        else if (c)
+          v += toFloat(c[i]);
+        y[i] = fromFloat<T>(v);
+      }
+  };
+
   if (a.ranges == 1) {
-    each([&](int64_t i, float v) { y[i] = fromFloat<T>(c ? v + toFloat(c[i]) : v); });
+#pragma unroll
+    for (int n = 0; n < R / 8; n++) {
+      float s[2][4];
+#pragma unroll
+      for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[m][e] = sum.c[m][n][e];
+      put(n, s);
+    }
     return;
   }
 
-  const int64_t size = int64_t(a.rows) * a.n;
-  each([&](int64_t i, float v) { a.parts[range * size + i] = v; });
-  __threadfence();
+  // The sums take the place of the ring.
+  tile::copyWait<0>();
   __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(a.arrived + blockIdx.x, 1) == unsigned(a.ranges) - 1;
-    if (last) a.arrived[blockIdx.x] = 0;
+  const auto slot = [&](int m, int n) { return (m * (R / 8) + n) * kThreads + int(threadIdx.x); };
+  float4* sums = reinterpret_cast<float4*>(memory);
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int n = 0; n < R / 8; n++) sums[slot(m, n)] = make_float4(sum.c[m][n][0], sum.c[m][n][1], sum.c[m][n][2], sum.c[m][n][3]);
+  awaitCluster();
+  for (int n = range; n < R / 8; n += a.ranges) {
+    float s[2][4] = {};
+#pragma unroll 4
+    for (int r = 0; r < a.ranges; r++)
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        const float4 v = loadFrom(r, base + slot(m, n) * sizeof(float4));
+        s[m][0] += v.x, s[m][1] += v.y, s[m][2] += v.z, s[m][3] += v.w;
+      }
+    put(n, s);
   }
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  const int column = first + threadIdx.x;
-  if (column >= a.n) return;
-  for (int row = 0; row < a.rows; row++) {
-    const int64_t i = int64_t(row) * a.n + column;
-    float v = 0;
-#pragma unroll 8
-    for (int r = 0; r < a.ranges; r++) v += __ldcg(a.parts + r * size + i);
-    y[i] = fromFloat<T>(c ? v + toFloat(c[i]) : v);
-  }
+  awaitCluster();  // this block's shared memory lasts until all others have read it
 }
 
-#define DEFINE_ROWS(T, R) \
-  extern "C" __global__ void __launch_bounds__(kThreads) decode_rows_##R##_##T(Args a) { multiplyRows<T, R>(a); }
+#define DEFINE_ROWS(T, R)                                                                                      \
+  extern "C" __global__ void __launch_bounds__(kThreads) decode_rows_##R##_##T(Args a) { multiplyRows<T, R, false>(a); } \
+  extern "C" __global__ void __launch_bounds__(kThreads) decode_rows_gated_##R##_##T(Args a) { multiplyRows<T, R, true>(a); }
 #define DEFINE(T) DEFINE_ROWS(T, 16) DEFINE_ROWS(T, 32) DEFINE_ROWS(T, 64)
 DEFINE(bf16)
 DEFINE(f16)

@@ -80,6 +80,7 @@ func decodeAll(g *kerneltest.Rig, s Geometry, tokens int, dt gpu.DType, turned b
 	arrived, _ := g.Upload(make([]float64, s.Counters()), kerneltest.F32, 0)
 	y := g.Alloc(qd, dt, 0)
 	a.Keys, a.Values, a.Y, a.Parts, a.Arrived = keys.Ptr, values.Ptr, y.Ptr, parts.Ptr, arrived.Ptr
+	a.Early, a.Ahead = s.Heads%2 == 0, Ahead{From: [2]gpu.Ptr{keys.Ptr}, Bytes: [2]int{16}}
 	for p := first; p < tokens; p++ {
 		a.Position = g.UploadInts([]int{p})
 		at := func(b *kerneltest.Buffer, n int) gpu.Ptr { return b.Offset(p * n * dt.Size()) }
@@ -127,7 +128,7 @@ func cancelled(values, mean []float64) float64 {
 func TestProducts(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, c := range []struct{ rows, depth int }{{1, 1}, {5, 3}, {9, 64}, {130, 1000}, {513, 2048},
-		{70, 2056}, {33, 14336}, {4, 897}} {
+		{70, 2056}, {70, 4096}, {33, 14336}, {4, 897}} {
 		for _, dt := range kerneltest.StorageTypes {
 			g.Scope(fmt.Sprintf("%+v/%v", c, dt), func(g *kerneltest.Rig) {
 				x, xr := g.Normal(c.depth, dt, i%2)
@@ -141,8 +142,10 @@ func TestProducts(t *testing.T) {
 						sums[r] += v * wr[r*c.depth+d]
 					}
 				}
+				o := Overlap{Steady: i%3 == 0, Early: i%2 == 0}
+				o.Ahead.From[1], o.Ahead.Bytes[1] = w.Ptr, 2*c.rows*c.depth*dt.Size()/16*16
 				p := Product{Y: y.Ptr, X: x.Ptr, W: w.Ptr, Columns: c.rows, D: c.depth, Type: dt,
-					Steady: i%3 == 0}
+					Overlap: o}
 				g.Must(g.Launch(g.Stream, p))
 				g.Near("y", y, sums[:c.rows], kerneltest.Forward(dt))
 				p.C = add.Ptr
@@ -151,16 +154,34 @@ func TestProducts(t *testing.T) {
 					ar[r] += sums[r]
 				}
 				g.Near("y + c", y, ar, kerneltest.Forward(dt))
+				factors, fr := g.Normal(c.depth, kerneltest.F32, 0)
+				normed, normedSums := make([]float64, c.depth), make([]float64, 2*c.rows)
+				layer.RMSNorm(normed, make([]float64, 1), xr, fr, 1e-5)
+				for r := range normedSums {
+					for d, v := range normed {
+						normedSums[r] += v * wr[r*c.depth+d]
+					}
+				}
+				p.C, p.Norm = 0, Norm{factors.Ptr, 1e-5}
+				g.Must(g.Launch(g.Stream, p))
+				g.Near("normed", y, normedSums[:c.rows], kerneltest.Forward(dt))
+
 				want := make([]float64, c.rows)
 				for _, gelu := range []bool{false, true} {
-					g.Must(g.Launch(g.Stream, Gated{H: h.Ptr, X: x.Ptr, W: w.Ptr, F: c.rows,
-						D: c.depth, GELU: gelu, Steady: i%3 == 1, Type: dt}))
-					if gelu {
-						layer.GELUMul(want, sums[:c.rows], sums[c.rows:])
-					} else {
-						layer.SiLUMul(want, sums[:c.rows], sums[c.rows:])
+					for _, n := range []Norm{{}, p.Norm} {
+						of := sums
+						if n.W != 0 {
+							of = normedSums
+						}
+						g.Must(g.Launch(g.Stream, Gated{H: h.Ptr, X: x.Ptr, W: w.Ptr, F: c.rows,
+							D: c.depth, GELU: gelu, Norm: n, Overlap: o, Type: dt}))
+						if gelu {
+							layer.GELUMul(want, of[:c.rows], of[c.rows:])
+						} else {
+							layer.SiLUMul(want, of[:c.rows], of[c.rows:])
+						}
+						g.Near(fmt.Sprint("gated ", gelu, n), h, want, 4*kerneltest.Forward(dt))
 					}
-					g.Near(fmt.Sprint("gated ", gelu), h, want, 4*kerneltest.Forward(dt))
 				}
 			})
 		}
@@ -187,11 +208,9 @@ func TestConstantsMatchSources(t *testing.T) {
 		fmt.Sprintf("kElements = %d,", elements),
 		fmt.Sprintf("kLeastKeys = %d;", minKeys), fmt.Sprintf("kMostSlices = %d;", maxSlices))
 	kerneltest.MatchSource(t, "decode_attention.cuh", fmt.Sprintf("kPageTokens = %d;", PageTokens))
-	kerneltest.MatchSource(t, "decode_product.cu", fmt.Sprintf("kWarps = %d,", warps))
-	kerneltest.MatchSource(t, "decode_step.cu", fmt.Sprintf("kRowPacks = %d;", rowPacks),
-		fmt.Sprintf("kTogetherHeads = %d;", togetherHeads), fmt.Sprintf("void* p[%d];", opPointers),
-		fmt.Sprintf("n[%d];", opSizes), fmt.Sprintf("kPaged = %d,", flagPaged),
-		fmt.Sprintf("kWarps = %d, kPieceBytes = %d;", stepWarps, pieceBytes))
+	kerneltest.MatchSource(t, "decode_grouped.cu", fmt.Sprintf("kWarps = %d,", groupedWarps),
+		fmt.Sprintf("kKeys = %d, kHeads = %d, kStages = %d;", groupedKeys, groupedHeads, groupedStages))
+	kerneltest.MatchSource(t, "decode_product.cu", fmt.Sprintf("kWarps = %d, kDeep = %d;", warps, deep))
 	require.Equal(t, PageTokens, kvcache.PageTokens)
 }
 
@@ -209,7 +228,7 @@ func scaled(r *rand.Rand, n, depth int) []float64 {
 func TestPaged(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, c := range []struct{ heads, kvHeads, dim, window int }{
-		{2, 2, 64, 0}, {8, 2, 128, 0}, {14, 2, 64, 0}, {4, 1, 256, 70}, {9, 3, 80, 20}, {6, 6, 10, 7}, {20, 1, 16, 0},
+		{2, 2, 64, 0}, {8, 2, 128, 0}, {14, 2, 64, 0}, {4, 1, 256, 70}, {32, 2, 64, 70}, {9, 3, 80, 20}, {6, 6, 10, 7}, {20, 1, 16, 0},
 	} {
 		for _, dt := range kerneltest.StorageTypes {
 			g.Scope(fmt.Sprintf("%+v/%v", c, dt), func(g *kerneltest.Rig) {
@@ -295,11 +314,19 @@ func paged(g *kerneltest.Rig, s Geometry, dt gpu.DType, i int) {
 	y := g.Alloc(rows*qd, dt, 0)
 	a := Paged{Geometry: s, Y: y.Ptr, Keys: keys.Ptr, Values: values.Ptr, Q: at(0), K: at(qd), V: at(qd + kd),
 		Cos: cos.Ptr, Sin: sin.Ptr, Table: g.UploadInts(table), Rows: rows, Columns: columns, Type: dt}
+	a.Early = i%2 == 0
 	arrived, _ := g.Upload(make([]float64, a.Counters()), kerneltest.F32, 0)
 	a.Arrived, a.Parts = arrived.Ptr, g.Alloc(a.PartsBytes(g.Info)/4, kerneltest.F32, 0).Ptr
-	for range 2 {
-		g.Must(g.Ctx.Memset8(y.Ptr, 0xff, y.Bytes(), g.Stream))
-		g.Must(g.Launch(g.Stream, a))
-		g.Near("y", y, want, 4*kerneltest.Forward(dt))
+	for _, grouped := range []bool{false, true} {
+		if grouped && !a.CanGroup() {
+			continue
+		}
+		a.Grouped = grouped
+		a.Parts = g.Alloc(a.PartsBytes(g.Info)/4, kerneltest.F32, 0).Ptr
+		for range 2 {
+			g.Must(g.Ctx.Memset8(y.Ptr, 0xff, y.Bytes(), g.Stream))
+			g.Must(g.Launch(g.Stream, a))
+			g.Near(fmt.Sprint("y ", grouped), y, want, 4*kerneltest.Forward(dt))
+		}
 	}
 }

@@ -26,12 +26,37 @@ type Paged struct {
 	Arrived         gpu.Ptr // Counters elements of uint32, zero before and after a launch
 	Rows, Columns   int
 	Type            gpu.DType
+	Early           bool // see Overlap
+	Ahead           Ahead
+	Grouped         bool // attend on the tensor cores, which CanGroup must allow
+}
+
+// These constants must match decode_grouped.cu.
+const (
+	groupedWarps  = 4
+	groupedKeys   = 64
+	groupedHeads  = 16
+	groupedStages = 3
+)
+
+// CanGroup reports whether the tensor cores can compute the attention.
+func (a Paged) CanGroup() bool {
+	return (a.Type == gpu.BFloat16 || a.Type == gpu.Float16) && (a.HeadDim == 64 || a.HeadDim == 128) &&
+		a.Heads/a.KVHeads <= groupedHeads
 }
 
 // rowSlices returns the largest number of slices into which the positions of a row are divided. Several
 // slices even out the work of sequences of different lengths.
 func (a Paged) rowSlices(d gpu.DeviceInfo) int {
-	const atLeast = 4
+	if a.Grouped {
+		blocks := 4 // on a multiprocessor
+		if a.HeadDim > 64 {
+			blocks = 2
+		}
+		return max(1, min(maxSlices, kernel.CeilDiv(a.Capacity, minKeys),
+			kernel.CeilDiv(blocks*max(1, d.SMs), a.Rows*a.KVHeads)))
+	}
+	const atLeast = 2
 	return max(1, min(maxSlices, kernel.CeilDiv(a.Capacity, minKeys),
 		max(atLeast, kernel.CeilDiv(2*max(1, d.SMs), a.Rows*a.KVHeads*a.blocks()))))
 }
@@ -56,9 +81,17 @@ func (a Paged) Launch(q *kernel.Queue) {
 	slices := a.rowSlices(q.Info)
 	args := kernel.Struct{a.Q.Ptr, a.K.Ptr, a.V.Ptr, a.Y, a.Keys, a.Values, a.Cos, a.Sin, a.Table, a.Parts,
 		a.Arrived, a.Heads, a.KVHeads, a.HeadDim, a.Capacity, a.Window, slices, a.Scale, packed, a.Rows,
-		a.Columns, a.Q.Stride, a.K.Stride, a.V.Stride}
-	q.Run("decode_paged", "decode_append"+kernel.Suffix(a.Type), kernel.Line(a.Rows, threads), args)
+		a.Columns, a.Q.Stride, a.K.Stride, a.V.Stride, a.Early, a.Ahead.args()}
+	c := kernel.Line(a.Rows, threads)
+	c.Overlap = true
+	q.Run("decode_paged", "decode_append"+kernel.Suffix(a.Type), c, args)
+	if a.Grouped {
+		q.Run("decode_grouped", fmt.Sprintf("decode_grouped_%d%s", a.HeadDim, kernel.Suffix(a.Type)),
+			gpu.LaunchConfig{Grid: gpu.Dim{X: slices, Y: a.KVHeads, Z: a.Rows}, Block: gpu.Dim{X: 32 * groupedWarps},
+				Shared: groupedStages * 2 * groupedKeys * a.HeadDim * 2, Overlap: true}, args)
+		return
+	}
 	q.Run("decode_paged", fmt.Sprintf("decode_paged_%d_%d%s", a.lanes(), a.together(), kernel.Suffix(a.Type)),
 		gpu.LaunchConfig{Grid: gpu.Dim{X: slices, Y: a.KVHeads * a.blocks(), Z: a.Rows},
-			Block: gpu.Dim{X: threads}}, args)
+			Block: gpu.Dim{X: threads}, Overlap: true}, args)
 }

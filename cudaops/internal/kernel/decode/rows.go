@@ -9,14 +9,26 @@ import (
 
 // RowsProduct computes Y = X·Wᵀ + C for 2 to MostRows rows X [Rows, D], with W [Columns, D] and Y and C [Rows, Columns].
 // C may be null, and it may be Y. D is a multiple of 8, and X and W are aligned to 16 bytes. Type has 16 bits.
+//
+// If Gate is not GateNone, it computes Y = gate(X·Gateᵀ) ⊙ X·Upᵀ instead. W, [2·Columns, D], holds the rows of Gate
+// followed by the rows of Up, and C is null.
 type RowsProduct struct {
 	Y, X, W, C       gpu.Ptr
-	Parts            gpu.Ptr // workspace of PartsBytes
-	Arrived          gpu.Ptr // Counters elements of uint32, zero before and after a launch
 	Rows, Columns, D int
-	Steady           bool // see Product
+	Gate             Gate
 	Type             gpu.DType
+	Overlap
 }
+
+// Gate is the function of a gated product.
+type Gate uint8
+
+// The gates. GateGELU is the tanh approximation.
+const (
+	GateNone Gate = iota
+	GateSiLU
+	GateGELU
+)
 
 // MostRows is the largest number of rows of a RowsProduct.
 const MostRows = 64
@@ -29,6 +41,9 @@ const (
 	rowsThreads = 128
 )
 
+// mostRanges is the largest number of ranges. The blocks of the ranges form a cluster.
+const mostRanges = 8
+
 // Supports reports whether the kernel computes the product.
 func (a RowsProduct) Supports() bool {
 	return a.Rows >= 2 && a.Rows <= MostRows && (a.Type == gpu.BFloat16 || a.Type == gpu.Float16) && a.D%8 == 0 &&
@@ -36,25 +51,22 @@ func (a RowsProduct) Supports() bool {
 }
 
 // tiles returns the number of tiles of W.
-func (a RowsProduct) tiles() int { return kernel.CeilDiv(a.Columns, rowsTile) }
+func (a RowsProduct) tiles() int {
+	if a.Gate != GateNone {
+		return kernel.CeilDiv(2*a.Columns, rowsTile)
+	}
+	return kernel.CeilDiv(a.Columns, rowsTile)
+}
 
 // ranges returns the number of ranges into which the depth is divided. Together with the tiles they fill the GPU, but
 // a range has at least as many steps as the ring.
 func (a RowsProduct) ranges(d gpu.DeviceInfo) int {
-	steps := kernel.CeilDiv(a.D, rowsDepth)
-	return max(1, min(steps/rowsStages, 2*max(1, d.SMs)/a.tiles()))
-}
-
-// PartsBytes returns the size of Parts in bytes.
-func (a RowsProduct) PartsBytes(d gpu.DeviceInfo) int {
-	if n := a.ranges(d); n > 1 {
-		return 4 * n * a.Rows * a.Columns
+	if c := d.Capability(); c != 90 && c/10 != 10 {
+		return 1 // without clusters
 	}
-	return 4
+	steps := kernel.CeilDiv(a.D, rowsDepth)
+	return max(1, min(mostRanges, steps/rowsStages, 2*max(1, d.SMs)/a.tiles()))
 }
-
-// Counters returns the number of elements of Arrived.
-func (a RowsProduct) Counters() int { return a.tiles() }
 
 // Launch enqueues one kernel.
 func (a RowsProduct) Launch(q *kernel.Queue) {
@@ -64,13 +76,42 @@ func (a RowsProduct) Launch(q *kernel.Queue) {
 		return
 	}
 
-	rows := 16
+	rows, name := 16, "decode_rows"
 	for rows < a.Rows {
 		rows *= 2
 	}
+	if a.Gate != GateNone {
+		name += "_gated"
+	}
 	ranges := a.ranges(q.Info)
-	q.Run("decode_rows", fmt.Sprintf("decode_rows_%d%s", rows, kernel.Suffix(a.Type)),
-		gpu.LaunchConfig{Grid: gpu.Dim{X: a.tiles(), Y: ranges}, Block: gpu.Dim{X: rowsThreads},
-			Shared: rowsStages * (rowsTile + rows) * rowsDepth * 2, Overlap: true},
-		kernel.Struct{a.Y, a.X, a.W, a.C, a.Parts, a.Arrived, a.Rows, a.Columns, a.D, ranges, a.Steady})
+	c := gpu.LaunchConfig{Grid: gpu.Dim{X: a.tiles(), Y: ranges}, Block: gpu.Dim{X: rowsThreads},
+		Shared: rowsStages * (rowsTile + rows) * rowsDepth * 2, Overlap: true}
+	if ranges > 1 {
+		c.Cluster = gpu.Dim{X: 1, Y: ranges}
+	}
+	q.Run("decode_rows", fmt.Sprintf("%s_%d%s", name, rows, kernel.Suffix(a.Type)), c, kernel.Struct{a.Y, a.X, a.W, a.C,
+		a.Ahead.args(), a.Rows, a.Columns, a.D, ranges, a.Steady, a.Early, a.Gate == GateGELU})
+}
+
+// NormRows normalizes the rows of X [Rows, D]: Y = X·W/sqrt(mean(X²) + Eps). W [D] is float32.
+type NormRows struct {
+	Y, X, W gpu.Ptr
+	Rows, D int
+	Eps     float64
+	Type    gpu.DType
+	Early   bool // see Overlap
+}
+
+// normThreads must match kThreads in decode_norm.cu.
+const normThreads = 256
+
+// Launch enqueues one kernel.
+func (a NormRows) Launch(q *kernel.Queue) {
+	variant := "elements"
+	if kernel.Packed(a.Type, a.D, a.Y, a.X, a.W) {
+		variant = "packs"
+	}
+	c := kernel.Line(a.Rows, normThreads)
+	c.Overlap = true
+	q.Run("decode_norm", "decode_norm_"+variant+kernel.Suffix(a.Type), c, kernel.Struct{a.Y, a.X, a.W, a.D, a.Eps, a.Early})
 }

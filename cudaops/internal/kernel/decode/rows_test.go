@@ -8,6 +8,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
 // TestRows compares products of several rows with sums in float64, with and without an added matrix, twice in the same
@@ -31,11 +32,9 @@ func TestRows(t *testing.T) {
 					}
 				}
 
-				p := RowsProduct{Y: y.Ptr, X: x.Ptr, W: w.Ptr, Rows: c.rows, Columns: c.columns, D: c.depth, Type: dt,
-					Steady: i%2 == 0}
-				parts := g.Alloc(p.PartsBytes(g.Info)/4, kerneltest.F32, 0)
-				arrived, _ := g.Upload(make([]float64, p.Counters()), kerneltest.F32, 0)
-				p.Parts, p.Arrived = parts.Ptr, arrived.Ptr
+				p := RowsProduct{Y: y.Ptr, X: x.Ptr, W: w.Ptr, Rows: c.rows, Columns: c.columns, D: c.depth, Type: dt}
+				p.Steady, p.Early = i%2 == 0, i%4 < 2
+				p.Ahead.From[0], p.Ahead.Bytes[0] = w.Ptr, c.columns*c.depth*2/16*16
 				g.Must(g.Launch(g.Stream, p))
 				g.Near("y", y, want, kerneltest.Forward(dt))
 				once := g.Read(y)
@@ -50,6 +49,20 @@ func TestRows(t *testing.T) {
 					ar[j] += want[j]
 				}
 				g.Near("y + c", y, ar, kerneltest.Forward(dt))
+
+				// The rows of w are half gate and half up.
+				f := c.columns / 2
+				gated := make([]float64, c.rows*f)
+				for r := range c.rows {
+					row := want[r*c.columns:][:c.columns]
+					layer.SiLUMul(gated[r*f:][:f], row[:f], row[f:2*f])
+				}
+				h := g.Alloc(c.rows*f, dt, 0)
+				p.Y, p.C, p.Columns, p.Gate = h.Ptr, 0, f, GateSiLU
+				if f > 0 {
+					g.Must(g.Launch(g.Stream, p))
+					g.Near("gated", h, gated, 4*kerneltest.Forward(dt))
+				}
 			})
 		}
 	}
@@ -57,13 +70,34 @@ func TestRows(t *testing.T) {
 
 // TestRanges checks that products fill the GPU, and that every range has enough steps.
 func TestRanges(t *testing.T) {
-	h200 := gpu.DeviceInfo{SMs: 132}
+	h200 := gpu.DeviceInfo{SMs: 132, Major: 9}
 	for _, c := range []struct{ columns, depth, want int }{{2048, 2048, 8}, {3072, 2048, 8}, {16384, 2048, 2},
-		{2048, 8192, 16}, {128256, 2048, 1}, {1, 8, 1}} {
+		{2048, 8192, 8}, {128256, 2048, 1}, {1, 8, 1}} {
 		p := RowsProduct{Rows: 32, Columns: c.columns, D: c.depth}
 		require.Equal(t, c.want, p.ranges(h200), "%+v", c)
 		require.LessOrEqual(t, p.ranges(h200)*rowsStages, max(rowsStages, c.depth/rowsDepth))
 	}
+	require.Equal(t, 1, RowsProduct{Rows: 32, Columns: 2048, D: 2048}.ranges(gpu.DeviceInfo{SMs: 132, Major: 8}))
+	kerneltest.MatchSource(t, "decode_norm.cu", fmt.Sprintf("kThreads = %d;", normThreads))
 	kerneltest.MatchSource(t, "decode_rows.cu", fmt.Sprintf("kTile = %d, kDepth = %d, kStages = %d, kThreads = %d;",
 		rowsTile, rowsDepth, rowsStages, rowsThreads))
+}
+
+// TestNormRows compares norms of a few rows with sums in float64.
+func TestNormRows(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for i, c := range []struct{ rows, depth int }{{2, 8}, {5, 7}, {32, 2048}, {64, 4104}, {3, 768}} {
+		for _, dt := range kerneltest.StorageTypes {
+			g.Scope(fmt.Sprintf("%+v/%v", c, dt), func(g *kerneltest.Rig) {
+				x, xr := g.Normal(c.rows*c.depth, dt, 0)
+				w, wr := g.Normal(c.depth, kerneltest.F32, 0)
+				y := g.Alloc(c.rows*c.depth, dt, i%2)
+				want, rstd := make([]float64, len(xr)), make([]float64, c.rows)
+				layer.RMSNorm(want, rstd, xr, wr, 1e-5)
+				g.Must(g.Launch(g.Stream, NormRows{Y: y.Ptr, X: x.Ptr, W: w.Ptr, Rows: c.rows, D: c.depth, Eps: 1e-5,
+					Type: dt, Early: i%2 == 0}))
+				g.Near("y", y, want, kerneltest.Forward(dt))
+			})
+		}
+	}
 }

@@ -1,0 +1,215 @@
+// Attention to pages, like decode_paged.cu, on the tensor cores. This is for 16-bit types, heads of 64 or 128
+// features, and up to kHeads query heads per key-value head, which are the rows of the tensor cores' tiles.
+//
+// A block handles one slice of the positions for all query heads that share a key-value head. Tiles of kKeys keys and
+// values are copied to shared memory, kStages tiles ahead, and each warp handles kKeys/kWarps keys of a tile. The warps
+// have separate softmaxes, which are merged at the end. decode_append must have stored the rows' own keys and values.
+//
+// Queries after the rotation, and the shares of keys, are rounded to the storage type.
+#include "decode_attention.cuh"
+#include "mma.cuh"
+#include "overlap.cuh"
+
+constexpr int kWarps = 4, kThreads = kWarps * kWarp, kKeys = 64, kHeads = 16, kStages = 3;
+
+struct Args {
+  const void *q, *k, *v;  // rows of heads·dim and kvHeads·dim elements, `strides` apart
+  void *y, *keys, *values;  // [rows, heads·dim], [pages, kPageTokens, kvHeads·dim]
+  const float *cosines, *sines;  // [capacity, dim/2]; null without RoPE
+  const int64_t* table;  // [rows, columns]
+  float* parts;  // [rows, heads, slices, dim + 2]
+  unsigned* arrived;  // [rows, groups, kvHeads], zero before and after
+  int heads, kvHeads, dim, capacity, window, slices;
+  float scale;
+  int packed, rows, columns, queryStride, keyStride, valueStride;
+  int early;  // see Overlap in product.go
+  Ahead ahead;
+};
+
+// Launch: kThreads threads, [slices, kvHeads, rows] blocks, with shared memory for kStages tiles of keys and of values.
+template <class T, int D> __device__ __forceinline__ void attendGrouped(const Args& a) {
+  extern __shared__ __align__(128) char memory[];
+  __shared__ __align__(128) T queries[kHeads * D];
+  __shared__ float shares[kHeads][kMostSlices], sums[kHeads];
+  __shared__ bool last;
+  constexpr int tileBytes = kKeys * D * 2, chunks = D / 8, perWarp = kKeys / kWarps;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, kv = blockIdx.y, r = blockIdx.z;
+  const int group = a.heads / a.kvHeads, width = a.kvHeads * D, first = kv * group;
+  prefetch(a.ahead, (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x, gridDim.x * gridDim.y * gridDim.z);
+  if (a.early) releaseNext();
+  awaitPrevious();
+  if (!a.early) releaseNext();
+
+  const int64_t* row = a.table + int64_t(r) * a.columns;
+  const int64_t position = row[0];
+  T* y = static_cast<T*>(a.y) + (int64_t(r) * a.heads + first) * D;
+  if (position < 0 || position >= a.capacity) {
+    if (blockIdx.x == 0)
+      for (int i = threadIdx.x; i < group * D; i += kThreads) y[i] = fromFloat<T>(0);
+    return;
+  }
+  const int from = a.window > 0 ? max(0, int(position) + 1 - a.window) : 0;
+  int keys;
+  const int slices = slicesOf(int(position) + 1 - from, a.slices, &keys), slice = blockIdx.x;
+  if (slice >= slices) return;
+  const int begin = from + slice * keys, end = min(begin + keys, int(position) + 1), tiles = (end - begin + kKeys - 1) / kKeys;
+
+  const PagedRows<false> rowOf(row + 1);
+  const uint32_t base = tile::sharedAddress(memory), queryTile = tile::sharedAddress(queries);
+  const auto copyTile = [&](int t) {
+    const uint32_t keyTile = base + t % kStages * 2 * tileBytes;
+#pragma unroll
+    for (int i = 0; i < kKeys * chunks / kThreads; i++) {
+      const int at = i * kThreads + threadIdx.x, key = at / chunks, chunk = at % chunks, j = begin + t * kKeys + key;
+      const bool valid = j < end;
+      const int64_t of = rowOf(valid ? j : begin) * width + kv * D + chunk * 8;
+      tile::copyAsync<16>(tile::chunkAt<D>(keyTile, key, chunk), static_cast<const T*>(a.keys) + of, valid);
+      tile::copyAsync<16>(tile::chunkAt<D>(keyTile + tileBytes, key, chunk), static_cast<const T*>(a.values) + of, valid);
+    }
+  };
+  for (int t = 0; t < kStages - 1; t++) {
+    if (t < tiles) copyTile(t);
+    tile::copyCommit();
+  }
+
+  // The rotated queries, with zeros for missing heads.
+  const float *cosines = a.cosines, *sines = a.sines;
+  if (cosines) cosines += position * (D / 2), sines += position * (D / 2);
+  for (int at = threadIdx.x; at < kHeads * chunks; at += kThreads) {
+    const int head = at / chunks, chunk = at % chunks;
+    float f[kElements] = {};
+    if (head < group)
+      turnedFeatures(f, static_cast<const T*>(a.q) + int64_t(r) * a.queryStride + (first + head) * D, chunk * kElements, D, cosines,
+                     sines, a.packed);
+    const uint32_t to = tile::chunkAt<D>(queryTile, head, chunk);
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(tile::pack(f[0], f[1], T())),
+                 "r"(tile::pack(f[2], f[3], T())), "r"(tile::pack(f[4], f[5], T())), "r"(tile::pack(f[6], f[7], T()))
+                 : "memory");
+  }
+
+  // This lane's two rows are heads lane/4 and lane/4 + 8.
+  tile::Accumulator<1, D> out;
+  out.clear();
+  float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+  const float scale = a.scale * kLog2E;
+  for (int t = 0; t < tiles; t++) {
+    tile::copyWait<kStages - 2>();
+    __syncthreads();  // the tile has arrived, and all warps are done with the one before it
+    if (t + kStages - 1 < tiles) copyTile(t + kStages - 1);
+    tile::copyCommit();
+    const uint32_t keyTile = base + t % kStages * 2 * tileBytes;
+    tile::Accumulator<1, perWarp> score;
+    score.clear();
+    score.template addNT<T, D>(queryTile, 0, keyTile, warp * perWarp);
+
+    const int left = end - begin - t * kKeys - warp * perWarp;  // keys of this warp
+    float keep[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float m = maximum[h];
+#pragma unroll
+      for (int n = 0; n < perWarp / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          float& s = score.c[0][n][2 * h + e];
+          s = n * 8 + lane % 4 * 2 + e < left ? s * scale : -INFINITY;
+          m = fmaxf(m, s);
+        }
+      m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, 1));
+      m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, 2));
+      const float of = m == -INFINITY ? 0.0f : m;  // without any key yet, all shares are 0
+      keep[h] = exp2f(maximum[h] - of);
+      maximum[h] = m, sum[h] *= keep[h];
+#pragma unroll
+      for (int n = 0; n < perWarp / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          float& s = score.c[0][n][2 * h + e];
+          s = exp2f(s - of);
+          sum[h] += s;
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) out.c[0][n][e] *= keep[e / 2];
+    out.template addNN<T, perWarp>(score, keyTile + tileBytes, warp * perWarp);
+  }
+
+  // Merge the warps. The sums take the place of the tiles.
+  tile::copyWait<0>();
+  __syncthreads();
+  float(*merged)[kHeads][D + 2] = reinterpret_cast<float(*)[kHeads][D + 2]>(memory);
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    sum[h] += __shfl_xor_sync(kAllLanes, sum[h], 1);
+    sum[h] += __shfl_xor_sync(kAllLanes, sum[h], 2);
+    float* to = merged[warp][lane / 4 + h * 8];
+    if (lane % 4 == 0) to[0] = maximum[h], to[1] = sum[h];
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) to[2 + n * 8 + lane % 4 * 2 + e] = out.c[0][n][2 * h + e];
+  }
+  __syncthreads();
+
+  float* parts = a.parts + (int64_t(r) * a.heads + first) * a.slices * (D + 2);
+  for (int e = threadIdx.x; e < group * D; e += kThreads) {
+    const int g = e / D, i = e % D;
+    float m = -INFINITY, s = 0, x = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; w++) m = fmaxf(m, merged[w][g][0]);
+#pragma unroll
+    for (int w = 0; w < kWarps; w++) {
+      const float share = Softmax::share(merged[w][g][0], m);
+      s += merged[w][g][1] * share, x += merged[w][g][2 + i] * share;
+    }
+    if (slices == 1) {
+      y[e] = fromFloat<T>(x / s);
+      continue;
+    }
+    float* to = parts + (int64_t(g) * a.slices + slice) * (D + 2);
+    if (i == 0) to[0] = m, to[1] = s;
+    to[2 + i] = x;
+  }
+  if (slices == 1) return;
+
+  // The last block merges the slices, in order.
+  unsigned* arrived = a.arrived + r * a.kvHeads + kv;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(arrived, 1) == unsigned(slices) - 1;
+    if (last) *arrived = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int g = warp; g < group; g += kWarps) {
+    const float* of = parts + int64_t(g) * a.slices * (D + 2);
+    float m = -INFINITY, s = 0;
+    for (int p = lane; p < slices; p += kWarp) m = fmaxf(m, __ldcg(of + p * (D + 2)));
+    m = warpReduce<Max>(m);
+    for (int p = lane; p < slices; p += kWarp) {
+      const float share = exp2f(__ldcg(of + p * (D + 2)) - m);
+      shares[g][p] = share, s += share * __ldcg(of + p * (D + 2) + 1);
+    }
+    s = warpReduce<Sum>(s);
+    if (lane == 0) sums[g] = s;
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < group * D; e += kThreads) {
+    const int g = e / D, i = e % D;
+    const float* of = parts + int64_t(g) * a.slices * (D + 2) + 2 + i;
+    float x = 0;
+#pragma unroll 8
+    for (int p = 0; p < slices; p++) x += shares[g][p] * __ldcg(of + p * (D + 2));
+    y[e] = fromFloat<T>(x / sums[g]);
+  }
+}
+
+#define DEFINE(T)                                                                                                       \
+  extern "C" __global__ void __launch_bounds__(kThreads) decode_grouped_64_##T(Args a) { attendGrouped<T, 64>(a); } \
+  extern "C" __global__ void __launch_bounds__(kThreads) decode_grouped_128_##T(Args a) { attendGrouped<T, 128>(a); }
+DEFINE(bf16)
+DEFINE(f16)

@@ -1,0 +1,129 @@
+package decode
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
+	"github.com/kasmina-go/kasmina/internal/cpu/layer"
+	"github.com/kasmina-go/kasmina/internal/quant"
+)
+
+// TestPackedProducts compares products with weights in float8 and NF4, from up to three matrices, with sums in float64
+// over the decoded weights. It also checks gated products, added matrices, and that two runs give the same bits.
+func TestPackedProducts(t *testing.T) {
+	g := kerneltest.NewRig(t)
+	for i, c := range []struct {
+		rows, depth int
+		parts       []int
+	}{
+		{1, 64, []int{5}}, {1, 2048, []int{100, 100}}, {3, 192, []int{16, 8, 40}}, {1, 4160, []int{33, 7, 9}},
+		{8, 768, []int{24, 24}}, {9, 1024, []int{50}}, {17, 128, []int{70, 70}}, {32, 2048, []int{256, 64, 64}},
+		{64, 576, []int{90, 90}}, {1, 512, []int{9000}},
+	} {
+		for _, format := range []quant.Format{quant.Float8, quant.NF4} {
+			for _, dt := range []gpu.DType{kerneltest.Bf16, kerneltest.F16} {
+				g.Scope(fmt.Sprintf("%+v/%v/%v", c, format, dt), func(g *kerneltest.Rig) {
+					packedProducts(g, c.rows, c.depth, c.parts, format, dt, i)
+				})
+			}
+		}
+	}
+	kerneltest.MatchSource(t, "decode_packed.cu", fmt.Sprintf("kPackedWarps = %d, kChunk = %d,", packedWarps, packedChunk),
+		fmt.Sprintf("kMostParts = %d,", MostParts))
+}
+
+func packedProducts(g *kerneltest.Rig, rows, depth int, parts []int, format quant.Format, dt gpu.DType, i int) {
+	p := PackedProduct{Rows: rows, D: depth, NF4: format == quant.NF4, Type: dt}
+	p.Steady, p.Early = i%2 == 0, i%3 == 0
+	var w []float32
+	for k, n := range parts {
+		numbers := make([]float32, n*depth)
+		for j, v := range scaled(g.Rand, len(numbers), depth) {
+			numbers[j] = float32(v) * float32(k+1)
+		}
+		m, err := quant.New(format, n, depth, numbers)
+		g.Must(err)
+		p.Parts[k] = Packed{Codes: uploadBytes(g, m.Codes()), Rows: n}
+		p.Ahead.From[0], p.Ahead.Bytes[0] = p.Parts[k].Codes, len(m.Codes())/16*16
+		scales := m.Scales()
+		if p.NF4 {
+			var nested []byte
+			nested, scales, p.Parts[k].Offset = m.Nested()
+			p.Parts[k].Nested = uploadBytes(g, nested)
+			table, _ := g.Upload(wide(quant.Signed8.Values[:]), kerneltest.F32, 0)
+			p.Table = table.Ptr
+		}
+		s, _ := g.Upload(wide(scales), kerneltest.F32, 0)
+		p.Parts[k].Scales = s.Ptr
+		decoded := make([]float32, len(numbers))
+		m.Decode(decoded, 0, n)
+		w = append(w, decoded...)
+		p.Columns += n
+	}
+
+	x, xr := g.Normal(rows*depth, dt, 0)
+	add, ar := g.Normal(rows*p.Columns, dt, 1)
+	want := make([]float64, rows*p.Columns)
+	for r := range rows {
+		for n := range p.Columns {
+			for k, v := range xr[r*depth:][:depth] {
+				want[r*p.Columns+n] += v * float64(w[n*depth+k])
+			}
+		}
+	}
+
+	y := g.Alloc(rows*p.Columns, dt, i%2)
+	p.Y, p.X = y.Ptr, x.Ptr
+	g.Must(g.Launch(g.Stream, p))
+	g.Near("y", y, want, 2*kerneltest.Forward(dt))
+	once := g.Read(y)
+	g.Must(g.Launch(g.Stream, p))
+	if kerneltest.Distance(g.Read(y), once) != 0 {
+		g.Error("two runs give different bits")
+	}
+
+	p.C = add.Ptr
+	g.Must(g.Launch(g.Stream, p))
+	for j := range ar {
+		ar[j] += want[j]
+	}
+	g.Near("y + c", y, ar, 2*kerneltest.Forward(dt))
+
+	if len(parts) != 2 || parts[0] != parts[1] {
+		return
+	}
+	f := parts[0]
+	for _, gate := range []Gate{GateSiLU, GateGELU} {
+		gated := make([]float64, rows*f)
+		for r := range rows {
+			row := want[r*2*f:][:2*f]
+			if gate == GateGELU {
+				layer.GELUMul(gated[r*f:][:f], row[:f], row[f:])
+			} else {
+				layer.SiLUMul(gated[r*f:][:f], row[:f], row[f:])
+			}
+		}
+		h := g.Alloc(rows*f, dt, 0)
+		p.Y, p.C, p.Columns, p.Gate = h.Ptr, 0, f, gate
+		g.Must(g.Launch(g.Stream, p))
+		g.Near(fmt.Sprint("gate ", gate), h, gated, 4*kerneltest.Forward(dt))
+	}
+}
+
+func wide(x []float32) []float64 {
+	y := make([]float64, len(x))
+	for i, v := range x {
+		y[i] = float64(v)
+	}
+	return y
+}
+
+// uploadBytes uploads bytes and returns their address.
+func uploadBytes(g *kerneltest.Rig, b []byte) gpu.Ptr {
+	g.Helper()
+	to := g.Alloc(len(b), gpu.Float8E4M3, 0)
+	g.Must(g.Ctx.CopyToDevice(to.Ptr, b, g.Stream))
+	return to.Ptr
+}

@@ -1,0 +1,162 @@
+package lower_test
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+	"gorgonia.org/gorgonia"
+
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
+	"github.com/kasmina-go/kasmina/cudaops/internal/lower"
+	"github.com/kasmina-go/kasmina/cudaops/internal/passtest"
+	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/op/kvcache"
+)
+
+// decodingGraph lowers a block and an output layer that decode one token. The function outside, if it is not nil, adds
+// nodes that read the results of both norms.
+func decodingGraph(t *testing.T, d lower.Decoding, outside func(first, second *gorgonia.Node)) *program.Program {
+	g := gorgonia.NewGraph()
+	const dim = 64
+	var params gorgonia.Nodes
+	node := func(name string, shape ...int) *gorgonia.Node {
+		params = append(params, passtest.Node(g, name, shape...))
+		return params[len(params)-1]
+	}
+	ids := passtest.Ints(g, "ids", 0)
+	x := must(op.Embedding(ids, node("table", 9, dim)))
+	first := must(op.RMSNorm(x, node("norm1", dim), 1e-5))
+	part := func(name string) *gorgonia.Node { return must(op.Linear(first, node(name, dim, dim))) }
+	position := passtest.Ints(g, "position", 0)
+	y := must(kvcache.Attention(part("q"), part("k"), part("v"), position,
+		kvcache.Config{Heads: 4, KVHeads: 4, HeadDim: 16, Capacity: 128}))
+	x = must(gorgonia.Add(x, must(op.Linear(y, node("o", dim, dim)))))
+	second := must(op.RMSNorm(x, node("norm2", dim), 1e-6))
+	x = must(gorgonia.Add(x, must(op.SiLUMLP(second, node("gate", 128, dim), node("up", 128, dim), node("down", dim, 128)))))
+	must(op.Linear(x, node("head", 9, dim)))
+	if outside != nil {
+		outside(first, second)
+	}
+	return passtest.Lower(t, g, lower.Options{Asked: graph.Asked{Params: params}, Activation: gpu.BFloat16,
+		Decoding: d})
+}
+
+// TestDecodingNorms checks that products of one row take over the norms before them, except norms that something else
+// reads too.
+func TestDecodingNorms(t *testing.T) {
+	count := func(p *program.Program) (norms int, folded []float64) {
+		for _, call := range p.Calls {
+			switch l := call.Params.(type) {
+			case *norm.RMSNorm, *decode.NormRows:
+				norms++
+			case *decode.Product:
+				if call.Operand(&l.Norm.W) != nil {
+					folded = append(folded, l.Norm.Eps)
+				}
+			case *decode.Gated:
+				if call.Operand(&l.Norm.W) != nil {
+					folded = append(folded, l.Norm.Eps)
+				}
+			}
+		}
+		return norms, folded
+	}
+
+	norms, folded := count(decodingGraph(t, lower.Decoding{}, nil))
+	require.Equal(t, 2, norms)
+	require.Empty(t, folded)
+
+	norms, folded = count(decodingGraph(t, lower.Decoding{Norms: true}, nil))
+	require.Zero(t, norms)
+	require.Equal(t, []float64{1e-5, 1e-6}, folded)
+
+	norms, folded = count(decodingGraph(t, lower.Decoding{Norms: true}, func(first, second *gorgonia.Node) {
+		must(gorgonia.Neg(second))
+	}))
+	require.Equal(t, 1, norms)
+	require.Equal(t, []float64{1e-5}, folded)
+}
+
+// TestDecodingAhead checks that launches fetch the weights of later ones: each byte at most once, in order, and never
+// their own.
+func TestDecodingAhead(t *testing.T) {
+	const bytes = 5 << 10
+	p := decodingGraph(t, lower.Decoding{Norms: true, Early: true, Ahead: bytes}, nil)
+	type place struct {
+		buffer *program.Buffer
+		at     int
+	}
+	fetched, read := map[place]bool{}, map[*program.Buffer]bool{}
+	early, all, seen := 0, 0, false
+	for _, call := range p.Calls {
+		var isEarly bool
+		var ahead *decode.Ahead
+		var weights *gpu.Ptr
+		switch l := call.Params.(type) {
+		case *decode.Product:
+			isEarly, ahead, weights = l.Early, &l.Ahead, &l.W
+		case *decode.Gated:
+			isEarly, ahead, weights = l.Early, &l.Ahead, &l.W
+		case *decode.Attention:
+			isEarly, ahead = l.Early, &l.Ahead
+		default:
+			seen = true
+			continue
+		}
+		require.Equal(t, seen, isEarly, "only launches after one that waits for everything are early")
+		early++
+		if weights != nil {
+			w := call.Operand(weights)
+			read[w.Buffer] = true
+		}
+		total := 0
+		for i := range ahead.From {
+			a := call.Operand(&ahead.From[i])
+			if a == nil {
+				require.Zero(t, ahead.Bytes[i])
+				continue
+			}
+			require.Equal(t, program.Hint, a.Role)
+			require.False(t, read[a.Buffer], "%s fetches weights that have been read", call.Op)
+			require.Zero(t, a.At%16)
+			require.LessOrEqual(t, a.At+ahead.Bytes[i], a.Buffer.Bytes)
+			for at := a.At; at < a.At+ahead.Bytes[i]; at += 128 {
+				require.False(t, fetched[place{a.Buffer, at}], "%s fetches the same bytes again", call.Op)
+				fetched[place{a.Buffer, at}] = true
+			}
+			total += ahead.Bytes[i]
+		}
+		require.LessOrEqual(t, total, 2*bytes)
+		all += total
+	}
+	require.Equal(t, 6, early)
+	require.Greater(t, all, 16<<10)
+}
+
+// TestFirstLaunchIsNotEarly checks that a program whose first launch overlaps with its predecessor does not let a later
+// one start before the work that precedes the program has ended.
+func TestFirstLaunchIsNotEarly(t *testing.T) {
+	g := gorgonia.NewGraph()
+	x := passtest.Node(g, "x", 1, 64)
+	var params gorgonia.Nodes
+	part := func(name string) *gorgonia.Node {
+		params = append(params, passtest.Node(g, name, 64, 64))
+		return must(op.Linear(x, params[len(params)-1]))
+	}
+	must(kvcache.Attention(part("q"), part("k"), part("v"), passtest.Ints(g, "position", 0),
+		kvcache.Config{Heads: 4, KVHeads: 4, HeadDim: 16, Capacity: 128}))
+	products := 0
+	for i, call := range passtest.Lower(t, g, lower.Options{Asked: graph.Asked{Params: params},
+		Decoding: lower.Decoding{Early: true, Ahead: 1 << 20}}).Calls {
+		if l, ok := call.Params.(*decode.Product); ok {
+			require.Equal(t, products, i, "the first calls are not products")
+			require.False(t, l.Early)
+			products++
+		}
+	}
+	require.Positive(t, products)
+}
