@@ -190,8 +190,13 @@ func (d *decoding) load(ctx context.Context) (*llm.Inference, error) {
 	return i, nil
 }
 
-// pack adds a parameter to the packed weights.
+// pack adds a parameter to the packed weights. On the host, all layers share the matrices of the first one.
 func (d *decoding) pack(to *cpuops.Weights, w weightsOf, p llm.ParamSpec) error {
+	before, after, _ := strings.Cut(p.Name, ".layers.")
+	_, part, _ := strings.Cut(after, ".")
+	if first := before + ".layers.0." + part; first != p.Name {
+		return to.Alias(p.Name, first)
+	}
 	return to.Add(d.stored, p.Name, p.Shape[0], p.Shape[1], func(put func([]float32) error) error {
 		return w.read(p.Name, w.sizes[p.Name], func(part []byte, _ string) error {
 			numbers := make([]float32, len(part)/2)
