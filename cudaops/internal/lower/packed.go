@@ -109,7 +109,7 @@ func (c *compiler) residentBytes(parts ...[]byte) *program.Array {
 	return a
 }
 
-// stackFrozen returns frozen weights stacked vertically. If one of them is packed, the result is packed too.
+// stackFrozen returns frozen weights stacked vertically. If any is packed, so is the result.
 // weighted then decides on its form in memory for each product.
 func (c *compiler) stackFrozen(n *gorgonia.Node, all ...*program.Array) *program.Array {
 	switch {
@@ -135,7 +135,7 @@ func (c *compiler) widened(n *gorgonia.Node, w *program.Array) *program.Array {
 	return c.widen(n, c.o.Activation, w.Shape, partsOf(w))
 }
 
-// partsOf returns the matrices of which a packed array consists.
+// partsOf returns the matrices stacked in a packed array.
 func partsOf(w *program.Array) []*program.Array {
 	if w.Packed.Parts != nil {
 		return w.Packed.Parts
@@ -169,7 +169,7 @@ func (c *compiler) widen(n *gorgonia.Node, t gpu.DType, shape []int, all []*prog
 	return m
 }
 
-// widenOp is the name of the widening of weights in profiles, and float8Op that of their conversion to float8.
+// widenOp and float8Op name the widening of weights and their conversion to float8 in profiles.
 const widenOp, float8Op = "Widen", "WeightToFloat8"
 
 // anyPacked reports whether one of the arrays is packed.

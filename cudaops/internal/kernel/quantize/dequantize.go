@@ -68,7 +68,7 @@ func (a Float8NF4) Launch(q *kernel.Queue) {
 }
 
 // Float8Columns transposes a matrix W [Rows, D] and rounds it to E4M3. Codes are the codes of float8 without their
-// scales or, if Nested is not null, those of NF4. Rows, D and Stride, the number of elements between the starts of
+// scales or, if Nested is not null, codes of NF4. Rows, D and Stride, the number of elements between the starts of
 // consecutive rows of Y, are multiples of 16:
 //
 //	Y[c, r] = E4M3(W[r, c]·Factors[r])
