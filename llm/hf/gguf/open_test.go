@@ -260,3 +260,28 @@ func FuzzOpen(f *testing.F) {
 		})
 	})
 }
+
+// TestOpenForeign checks that a file that llama.cpp's own package wrote has the weights of the model, in the same
+// q8_0 as Save, and its tokenizer and chat template. foreign.py wrote the file.
+func TestOpenForeign(t *testing.T) {
+	f, m := load(t, tiny)
+	path := filepath.Join(t.TempDir(), "m.gguf")
+	require.NoError(t, Save(t.Context(), path, f, m, Q80, nil))
+	ours, err := Open(path)
+	require.NoError(t, err)
+	defer ours.Close()
+	theirs, err := Open("testdata/tiny-q8_0.gguf")
+	require.NoError(t, err)
+	defer theirs.Close()
+
+	require.Equal(t, f.Config, theirs.Config)
+	require.Equal(t, ours.Generation, theirs.Generation)
+	checkTexts(t, f, theirs)
+	a, err := ours.Load(t.Context())
+	require.NoError(t, err)
+	b, err := theirs.Load(t.Context())
+	require.NoError(t, err)
+	for _, p := range a.Params {
+		require.Equal(t, p.Value.Float32s(), b.Param(p.Name).Float32s(), p.Name)
+	}
+}
