@@ -167,7 +167,7 @@ func (o *convertOptions) report(w io.Writer) {
 	size, files := sizeOf(o.out)
 	fmt.Fprintf(w, "saved     %s (%s, %s)\n", o.out, plural(files, "file"), sizeText(size))
 	if o.gguf != "" {
-		fmt.Fprintf(w, "next      llama-cli -m %s\n", quoted(o.out))
+		fmt.Fprintf(w, "next      kasmina chat -m %s    # or llama-cli -m %s\n", quoted(o.out), quoted(o.out))
 		return
 	}
 
