@@ -68,7 +68,7 @@ func configOf(d *Device, g *gorgonia.ExprGraph, opts []MachineOption) (machineCo
 	}
 
 	c.Device, c.Timed, c.PageMemory = d.info, c.monitor > 0, d.memoryOfPages
-	c.Decoding = lower.Decoding{Rows: true, Packed: true, Norms: true, Early: true}
+	c.Decoding = lower.Decoding{Rows: true, Grouped: true, Packed: true, Norms: true, Early: true}
 	if s := c.share; s != nil {
 		c.Shared, c.SharedParams = s.runner.Program, s.config.Params
 	}

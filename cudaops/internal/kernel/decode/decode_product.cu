@@ -33,7 +33,7 @@ struct Args {
 };
 
 // Rows holds kDeep loads of this lane in flight, for R rows of w that are `apart` elements apart. Unless Full, the row
-// may end within the loads, and what is past the end counts as zeros.
+// may end within the loads.
 template <class T, int R, int N, bool Full> struct Rows {
   static constexpr int kStep = kWarp * N, kEach = kDeep / R, kAll = kEach * kStep;
   Pack<T, N> row[R][kEach];
@@ -44,10 +44,7 @@ template <class T, int R, int N, bool Full> struct Rows {
     for (int r = 0; r < R; r++)
 #pragma unroll
       for (int u = 0; u < kEach; u++) {
-        if constexpr (!Full) {
-          row[r][u] = {};
-          if (at + u * kStep >= depth) continue;
-        }
+        if (!Full && at + u * kStep >= depth) continue;
         if constexpr (N > 1)
           row[r][u] = loadOnce<N>(w + r * apart + at + u * kStep);
         else
@@ -55,22 +52,27 @@ template <class T, int R, int N, bool Full> struct Rows {
       }
   }
 
-  // add has no branches, so that all its loads are in flight at the same time.
   template <bool Normed>
   __device__ __forceinline__ void add(float (&sum)[R], float& squares, const T* x, const float* norm, int at, int depth) const {
+    // A full row has no branches, so that several loads of x are in flight at the same time.
+    Pack<T, N> v[kEach];
+    if constexpr (Full)
+#pragma unroll
+      for (int u = 0; u < kEach; u++) v[u] = ::load<N>(x + at + u * kStep);
 #pragma unroll
     for (int u = 0; u < kEach; u++) {
-      const bool inside = Full || at + u * kStep < depth;
-      const int from = Full ? at + u * kStep : min(at + u * kStep, depth - N);
-      const Pack<T, N> v = ::load<N>(x + from);
+      if constexpr (!Full) {
+        if (at + u * kStep >= depth) break;
+        v[u] = ::load<N>(x + at + u * kStep);
+      }
       Pack<float, N> factors;
-      if constexpr (Normed) factors = ::load<N>(norm + from);
+      if constexpr (Normed) factors = ::load<N>(norm + at + u * kStep);
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        float e = inside ? v.get(i) : 0.0f;
+        float e = element(v[u], i);
         if constexpr (Normed) squares += e * e, e *= factors.v[i];
 #pragma unroll
-        for (int r = 0; r < R; r++) sum[r] += e * row[r][u].get(i);
+        for (int r = 0; r < R; r++) sum[r] += e * element(row[r][u], i);
       }
     }
   }
@@ -106,6 +108,7 @@ __device__ __forceinline__ void multiply(const Args& a, int apart, Put put) {
     rows.template add<Normed>(sum, squares, x, a.norm, at, depth);
   }
 
+  __syncwarp();  // lanes past the end of a row arrive first
 #pragma unroll
   for (int i = 0; i < R; i++) sum[i] = warpReduce<Sum>(sum[i]);
   if constexpr (Normed) {
