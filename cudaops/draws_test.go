@@ -17,6 +17,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/internal/cpu/sampling"
 	"github.com/kasmina-go/kasmina/llm"
@@ -399,6 +400,74 @@ func TestAdaptersInBatches(t *testing.T) {
 	}
 	require.NoError(t, b.Close())
 	requireNoLeaks(t, device)
+}
+
+// TestPackedTexts continues texts with linear layers in float8 and NF4 on a device, one alone and several together. It
+// compares the tokens with those of a model that has the rounded weights.
+func TestPackedTexts(t *testing.T) {
+	base, err := llm.NewModel(llm.Config{Vocab: 19, Dim: 64, Layers: 2, Heads: 4, KVHeads: 2, Seq: 60}.Default(),
+		tensor.Float32, 1)
+	require.NoError(t, err)
+	for _, p := range base.Params { // large weights, so that rounding them changes tokens
+		if len(p.Value.Shape()) == 2 {
+			for i, x := 0, p.Value.Float32s(); i < len(x); i++ {
+				x[i] *= 10
+			}
+		}
+	}
+	for _, typ := range []cpuops.WeightType{cpuops.Float8, cpuops.NF4} {
+		t.Run(typ.String(), func(t *testing.T) {
+			device, _ := openFake(t, fake.Config{})
+			packed, err := llm.PackLayers(t.Context(), typ, base.Config, modelReader{base})
+			require.NoError(t, err)
+			require.Len(t, packed.Names(), 7*2)
+
+			rounded, err := llm.NewModelFrom(base.Config, tensor.Float32, func(p llm.Param) error {
+				_, rows, _, ok := packed.Matrix(p.Name)
+				if !ok {
+					copy(p.Value.Float32s(), base.Param(p.Name).Float32s())
+					return nil
+				}
+				return packed.Rows(p.Name, p.Value.Float32s(), 0, rows)
+			})
+			require.NoError(t, err)
+			want, err := llm.NewGenerator(rounded)
+			require.NoError(t, err)
+
+			g, err := llm.BuildGraph(llm.Outline(base.Config), llm.ForLogits, 1)
+			require.NoError(t, err)
+			read := func(n *gorgonia.Node, put func([]byte, Precision) error) error {
+				require.False(t, packed.Has(n.Name()), n.Name())
+				return modelReader{base}.Read(t.Context(), n.Name(), func(part []byte, _ string) error {
+					return put(part, Float32)
+				})
+			}
+			owner, err := NewMachine(device, g.G, WithFrozen(read, g.Params...), WithWeights(packed))
+			require.NoError(t, err)
+			i := llm.InferenceOf(base.Config, func(g *llm.Graph) (llm.Machine, error) {
+				return NewMachine(device, g.G, WithStrict(), WithParamsOf(owner), WithWeights(packed),
+					WithOutputs(g.Outputs()...))
+			}, owner.Close)
+			b, err := i.NewBatcher(llm.BatcherOptions{Texts: 3, Rows: 20, Tokens: 8 * 64})
+			require.NoError(t, err)
+
+			var texts sync.WaitGroup
+			for k := range 5 {
+				c := sampler.Config{Temperature: 1, Seed: uint64(k), LogProbs: true}
+				tokens, err := generated(t.Context(), want, c, []int{3, k, 5}, 30)
+				require.NoError(t, err)
+				texts.Go(func() {
+					got, err := generated(t.Context(), b.Generator(), c, []int{3, k, 5}, 30)
+					assert.NoError(t, err)
+					assert.Equal(t, tokens, got, "text %d", k)
+				})
+			}
+			texts.Wait()
+			require.NoError(t, b.Close())
+			require.NoError(t, want.Close())
+			requireNoLeaks(t, device)
+		})
+	}
 }
 
 // generated returns the tokens that a generator adds to a prompt.

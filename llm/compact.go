@@ -44,14 +44,7 @@ func LoadCompact(ctx context.Context, t cpuops.WeightType, c Config, r WeightRea
 	}
 
 	m, err := newCompactModel(t, c, func(name string, put func([]float32) error) error {
-		var values []float32
-		return r.Read(ctx, name, func(part []byte, dtype string) error {
-			var err error
-			if values, err = widenPart(values, part, dtype); err != nil {
-				return err
-			}
-			return put(values)
-		})
+		return readNumbers(ctx, r, name, put)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("llm: LoadCompact: %w", err)

@@ -82,17 +82,7 @@ func frozenType(t cpuops.WeightType, p ParamSpec, tuned []string) cpuops.WeightT
 // of any other parameter.
 func (m *Model) readParam(ctx context.Context, t cpuops.WeightType, p ParamSpec, r WeightReader) (*tensor.Dense,
 	error) {
-	var buffer []float32
-	read := func(put func([]float32) error) error {
-		return r.Read(ctx, p.Name, func(part []byte, dtype string) error {
-			var err error
-			if buffer, err = widenPart(buffer, part, dtype); err != nil {
-				return err
-			}
-			return put(buffer)
-		})
-	}
-
+	read := func(put func([]float32) error) error { return readNumbers(ctx, r, p.Name, put) }
 	if t != cpuops.Float32 {
 		if m.Base == nil {
 			m.Base = new(cpuops.Weights)
@@ -116,6 +106,40 @@ func (m *Model) readParam(ctx context.Context, t cpuops.WeightType, p ParamSpec,
 		return nil, err
 	}
 	return tensor.New(tensor.WithShape(p.Shape...), tensor.WithBacking(values)), nil
+}
+
+// readNumbers passes the elements of a parameter to put, in order and in parts.
+func readNumbers(ctx context.Context, r WeightReader, name string, put func([]float32) error) error {
+	var values []float32
+	return r.Read(ctx, name, func(part []byte, dtype string) error {
+		var err error
+		if values, err = widenPart(values, part, dtype); err != nil {
+			return err
+		}
+		return put(values)
+	})
+}
+
+// PackLayers reads the linear layers of a model's blocks and converts them to the given type during reading. A
+// machine takes them by an option, such as cudaops.WithWeights.
+func PackLayers(ctx context.Context, t cpuops.WeightType, c Config, r WeightReader) (*cpuops.Weights, error) {
+	if err := c.Check(); err != nil {
+		return nil, fmt.Errorf("llm: PackLayers: %w", err)
+	}
+
+	packed := new(cpuops.Weights)
+	for p := range c.Specs() {
+		if len(p.Shape) != 2 || isSmall(p.Name) || p.Name == embedName || p.Name == headName || IsAdapterParam(p.Name) {
+			continue
+		}
+		err := packed.Add(t, p.Name, p.Shape[0], p.Shape[1], func(put func([]float32) error) error {
+			return readNumbers(ctx, r, p.Name, put)
+		})
+		if err != nil {
+			return nil, fmt.Errorf("llm: PackLayers: %w", err)
+		}
+	}
+	return packed, nil
 }
 
 // weight returns the values of a parameter, copied if the parameter is in the model's Base. It returns

@@ -163,11 +163,19 @@ func (o *common) adaptedInference(ctx context.Context, f *openedModel, adapter *
 	if adapter != nil {
 		config.Adapter, w.adapter = adapter.LoRA, adapter
 	}
-	if device != nil && len(chosen) > 0 {
-		return gpu.LoadAdapted(ctx, device, p, config, w, chosen)
-	}
 	if device != nil {
-		return gpu.Load(ctx, device, p, config, w)
+		var opts []cudaops.MachineOption
+		if t, packed := o.packedType(); packed {
+			weights, err := llm.PackLayers(ctx, t, config, w)
+			if err != nil {
+				return nil, err
+			}
+			opts = append(opts, cudaops.WithWeights(weights))
+		}
+		if len(chosen) > 0 {
+			return gpu.LoadAdapted(ctx, device, p, config, w, chosen, opts...)
+		}
+		return gpu.Load(ctx, device, p, config, w, opts...)
 	}
 
 	m, err := llm.LoadCompact(ctx, o.weightType(f.Folder), config, w)

@@ -16,8 +16,8 @@ import (
 // inferenceFlags adds the flags of machineFlags for a command that does not train. On a CPU, the precision
 // is the type of the weights in memory.
 func (o *common) inferenceFlags(c *cobra.Command) {
-	o.deviceFlags(c, "type of the weights: f32 or bf16, on a CPU also q8_0, and on a GPU also f16 or f8 (default "+
-		"f32, but on a CPU the type of the model's files if it is bf16 or q8_0)", "f32", "bf16", "q8_0", "f16", "f8")
+	o.deviceFlags(c, "type of the weights: f32 or bf16, on a CPU also q8_0, and on a GPU also f16, f8 or nf4 (default "+
+		"f32, but on a CPU the type of the model's files if it is bf16 or q8_0)", "f32", "bf16", "q8_0", "f16", "f8", "nf4")
 }
 
 // mostLookup is the largest --lookup.
@@ -48,8 +48,19 @@ func (o *common) openInference(stderr io.Writer) (*cudaops.Device, cudaops.Preci
 		}
 	}
 
+	if _, packed := o.packedType(); packed {
+		as := *o
+		as.precision = cudaops.BFloat16.String()
+		device, precision, err := as.open(stderr)
+		if device == nil && (err == nil || errors.Is(err, cpuops.ErrNoBFloat16)) {
+			err = fmt.Errorf("--precision %s needs a GPU; on a CPU, use f32, bf16 or q8_0", o.precision)
+		}
+		return device, precision, err
+	}
+
 	if o.precision != "" && new(cudaops.Precision).UnmarshalText([]byte(o.precision)) != nil {
-		return nil, 0, fmt.Errorf("--precision is %q, want f32, bf16, f16 or f8, or q8_0 on a CPU", o.precision)
+		return nil, 0, fmt.Errorf("--precision is %q, want f32 or bf16, q8_0 on a CPU, or f16, f8 or nf4 on a GPU",
+			o.precision)
 	}
 
 	device, precision, err := o.open(stderr)
@@ -60,6 +71,17 @@ func (o *common) openInference(stderr io.Writer) (*cudaops.Device, cudaops.Preci
 		return nil, precision, cpuops.UseBFloat16(false) // only the weights are rounded
 	}
 	return device, precision, err
+}
+
+// packedType returns the type in which a GPU holds the linear layers, if that is not the type of activations.
+func (o *common) packedType() (t cpuops.WeightType, packed bool) {
+	switch o.precision {
+	case "f8":
+		return cpuops.Float8, true
+	case "nf4":
+		return cpuops.NF4, true
+	}
+	return cpuops.Float32, false
 }
 
 // weightType returns the type of a folder's weights in the memory of a CPU. By default, weights that the files

@@ -58,6 +58,7 @@ func TestWeightTypes(t *testing.T) {
 		"generate --prompt a --device cuda --precision q8_0":      "needs --device cpu",
 		"generate --prompt a --device cpu --precision q4":         "or q8_0 on a CPU",
 		"eval --data weights_test.go --device cpu --precision f8": "needs a GPU",
+		"generate --prompt a --device cpu --precision nf4":        "needs a GPU",
 	} {
 		_, err := kasmina(t, append(strings.Fields(args), "--model", tiny)...)
 		require.ErrorContains(t, err, want, args)
