@@ -59,7 +59,7 @@ func (o *common) openInference(stderr io.Writer) (*cudaops.Device, cudaops.Preci
 	}
 
 	if o.precision != "" && new(cudaops.Precision).UnmarshalText([]byte(o.precision)) != nil {
-		return nil, 0, fmt.Errorf("--precision is %q, want f32 or bf16, q8_0 on a CPU, or f16, f8 or nf4 on a GPU",
+		return nil, 0, fmt.Errorf("--precision is %q, want f32, bf16, f16 or f8, or nf4 on a GPU, or q8_0 on a CPU",
 			o.precision)
 	}
 
