@@ -521,7 +521,7 @@ func (b *graphBuilder) positions(x *gorgonia.Node) (*gorgonia.Node, error) {
 	return gorgonia.Add(x, learned)
 }
 
-// trains reports whether the graph is for the steps of a run, whose measurements belong in the lattices.
+// trains reports whether the graph computes training steps. Only their measurements go into the lattices.
 func (b *graphBuilder) trains() bool { return b.kind == ForTraining && b.wanted == nil }
 
 // differentiate adds the gradients of the loss, divided by the number of batches in a step.

@@ -20,8 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/optime"
 )
 
-// ErrArchitecture reports a checkpoint whose architecture differs from that of the model it is loaded
-// into.
+// ErrArchitecture reports a checkpoint of a model with another architecture.
 var ErrArchitecture = modelfile.ErrArchitecture
 
 // ErrDiverged reports a loss, gradients or parameters that are no longer finite. The parameters keep

@@ -267,8 +267,8 @@ func (e era) tokens(plan state.RunPlan) func(epochs int) float64 {
 // rate returns the number of tokens that the era's model would see while spending the entire budget, or 0
 // if that is unknown.
 //
-// The first point is left out if there are others, because it contains the time in which the era's program
-// was made.
+// The first point is left out if there are others, because it includes the time that compiling the era's
+// program took.
 func (e era) rate(r state.Report, plan state.RunPlan) float64 {
 	if len(e.points) == 0 {
 		return 0

@@ -19,8 +19,8 @@ type Decoding struct {
 	Grouped bool // attention to pages uses the tensor cores
 	Packed  bool // products read weights in float8 and NF4 as they are stored
 	Norms   bool // products of one row normalize it themselves
-	Early   bool // launches start before the ones before the preceding one have ended
-	Ahead   int  // bytes of later weights that a launch fetches into the cache
+	Early   bool // a launch may start before the preceding one has ended
+	Ahead   int  // bytes of later weights that a launch fetches into the cache; 0 by default
 }
 
 // decoding applies the passes to a program that attends to cached keys and values.
