@@ -12,6 +12,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/http"
+	"os"
 	"runtime"
 	"slices"
 	"strings"
@@ -35,7 +36,7 @@ type load struct {
 	model                         size
 	clients, slots, queue, tokens int
 	adapters                      int
-	duration                      time.Duration
+	duration, every               time.Duration
 
 	batcher *llm.Batcher
 	device  *cudaops.Device // nil on a CPU
@@ -45,32 +46,52 @@ type load struct {
 
 	answered, busy, gone, invalid, failed atomic.Int64 // requests
 	mu                                    sync.Mutex
-	failures                              []string
+	failures                              map[string]int // by kind
+	examples                              []string       // of the first failures
 }
 
-// A loadResult is the line of output of the subcommand serve.
+// Counts are the numbers of requests by their ends.
+type counts struct {
+	Answered int64 `json:"answered"`
+	Busy     int64 `json:"busy"` // refused with the status 429
+	Gone     int64 `json:"disconnected"`
+	Invalid  int64 `json:"invalid"` // refused as intended
+	Failed   int64 `json:"failed"`
+}
+
+// A loadResult is the last line of output of the subcommand serve.
 type loadResult struct {
-	Bench     string   `json:"bench"`
-	Seconds   float64  `json:"seconds"`
-	Answered  int64    `json:"answered"`
-	Busy      int64    `json:"busy"` // refused with the status 429
-	Gone      int64    `json:"disconnected"`
-	Invalid   int64    `json:"invalid"` // refused as intended
-	Failed    int64    `json:"failed"`
-	Failures  []string `json:"failures,omitempty"` // the first ones
-	TokensPS  float64  `json:"tok_s"`
-	BarePS    float64  `json:"bare_tok_s"` // of the decoder alone, with as many texts as slots
-	Share     float64  `json:"share"`
-	MiBBefore float64  `json:"heap_mib_before"`
-	MiBAfter  float64  `json:"heap_mib_after"`
-	GPUBefore float64  `json:"gpu_free_gib_before,omitempty"`
-	GPUAfter  float64  `json:"gpu_free_gib_after,omitempty"`
-	Before    int      `json:"goroutines_before"`
-	After     int      `json:"goroutines_after"`
+	Bench   string  `json:"bench"`
+	Seconds float64 `json:"seconds"`
+	counts
+	Failures map[string]int `json:"failures,omitempty"` // by kind
+	Examples []string       `json:"examples,omitempty"` // of failures
+	TokensPS float64        `json:"tok_s"`
+	BarePS   []float64      `json:"bare_tok_s"` // of the decoder alone, with as many texts as slots, before and after
+	Share    float64        `json:"share"`
+	Before   resources      `json:"before"`
+	After    resources      `json:"after"`
 }
 
-// serveLoad measures a server under load. Each client sends one request after the other. A third of the answers are
-// streamed, a few clients disconnect early, and a few requests are invalid.
+// A loadReport is a line of output during the load.
+type loadReport struct {
+	At float64 `json:"at_s"`
+	counts
+	TokensPS float64   `json:"tok_s"` // since the last report
+	Now      resources `json:"now"`
+}
+
+// resources are what a server could leak.
+type resources struct {
+	Heap       float64 `json:"heap_mib"`
+	Process    float64 `json:"process_mib,omitempty"`  // of physical memory; only on Linux
+	Free       float64 `json:"gpu_free_gib,omitempty"` // on the GPU
+	Goroutines int     `json:"goroutines"`
+}
+
+// serveLoad measures a server under load. Each client sends one request after the other, for one of the models by
+// name. A third of the answers are streamed, a fifth can end at a stop text, a few clients disconnect before or during
+// their answer, and a few requests are invalid.
 func serveLoad(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	f := flag.NewFlagSet("serve", flag.ContinueOnError)
 	f.SetOutput(stderr)
@@ -82,14 +103,17 @@ func serveLoad(ctx context.Context, args []string, stdout, stderr io.Writer) err
 	f.IntVar(&l.tokens, "tokens", 64, "tokens of an answer")
 	f.IntVar(&l.adapters, "adapters", 0, "adapters of rank 16 among which the texts choose, besides the model itself")
 	f.DurationVar(&l.duration, "time", time.Minute, "duration of the load")
+	f.DurationVar(&l.every, "every", time.Minute, "time between the lines of output during the load")
 	on := f.String("device", "cuda", "device: cuda or cpu")
 	precision := cudaops.BFloat16
 	f.TextVar(&precision, "precision", precision, "precision on a GPU: bf16, f16 or f32; a CPU uses bf16")
 	if err := f.Parse(args); err != nil {
 		return err
 	}
-	if f.NArg() > 0 || l.clients < 1 || l.slots < 1 || l.queue < 1 || l.tokens < 1 {
-		return errors.New("serve takes only options, with at least one client, slot, waiting request and token")
+	if f.NArg() > 0 || l.clients < 1 || l.slots < 1 || l.queue < 1 || l.tokens < 1 || l.duration <= 0 ||
+		l.every <= 0 {
+		return errors.New("serve takes only options, with at least one client, slot, waiting request and token, and " +
+			"times above 0")
 	}
 	i := slices.IndexFunc(decodings, func(s size) bool { return s.name == *name })
 	if i < 0 {
@@ -110,11 +134,12 @@ func serveLoad(ctx context.Context, args []string, stdout, stderr io.Writer) err
 		return fmt.Errorf("the device is %q, want cuda or cpu", *on)
 	}
 
-	r, err := l.measure(ctx, precision)
+	lines := json.NewEncoder(stdout)
+	r, err := l.measure(ctx, precision, lines)
 	if err != nil {
 		return err
 	}
-	return json.NewEncoder(stdout).Encode(r)
+	return lines.Encode(r)
 }
 
 // open loads the model with random weights.
@@ -214,7 +239,16 @@ func (c counted) Generate(ctx context.Context, prompt []int, n int, s *sampler.S
 	}
 }
 
-func (l *load) measure(ctx context.Context, p cudaops.Precision) (r loadResult, err error) {
+// nameOf returns the name of a model: 0 is the model itself, and k > 0 is the one with adapter k-1.
+func (l *load) nameOf(k int) string {
+	if k == 0 {
+		return l.model.name
+	}
+	return fmt.Sprintf("adapter%d", k)
+}
+
+// measure returns the result. During the load, it writes a report to lines from time to time.
+func (l *load) measure(ctx context.Context, p cudaops.Precision, lines *json.Encoder) (r loadResult, err error) {
 	c, err := l.open(ctx, p)
 	if err != nil {
 		return r, err
@@ -231,7 +265,7 @@ func (l *load) measure(ctx context.Context, p cudaops.Precision) (r loadResult, 
 	}
 	var models []*serve.Model
 	for i, g := range l.continues {
-		models = append(models, &serve.Model{Name: fmt.Sprint(i), Generator: counted{l, g}, Tokenizer: tok, Context: c.Seq,
+		models = append(models, &serve.Model{Name: l.nameOf(i), Generator: counted{l, g}, Tokenizer: tok, Context: c.Seq,
 			Vocab: tok.VocabSize(), Sampling: sampler.Config{Temperature: 1}})
 	}
 	s, err := serve.New(serve.Options{Slots: l.slots, Queue: l.queue}, models...)
@@ -257,55 +291,107 @@ func (l *load) measure(ctx context.Context, p cudaops.Precision) (r loadResult, 
 		return r, err
 	}
 	client.CloseIdleConnections()
-	r.MiBBefore, r.GPUBefore, r.Before, err = l.resources()
-	if err != nil {
+	if r.Before, err = l.settled(); err != nil {
 		return r, err
 	}
 
-	first, err := l.bare(ctx, min(10*time.Second, l.duration/4))
+	brief := min(10*time.Second, l.duration/4)
+	first, err := l.bare(ctx, brief)
 	if err != nil {
 		return r, err
 	}
+	began := time.Now()
+	reporting, quiet := context.WithCancel(ctx)
+	reported := make(chan error, 1)
+	go func() { reported <- l.report(reporting, lines) }()
 	rate := l.serve(ctx, client, url)
-	second, err := l.bare(ctx, min(10*time.Second, l.duration/4))
+	quiet()
+	if err := <-reported; err != nil {
+		return r, err
+	}
+	r.Seconds = time.Since(began).Seconds()
+	second, err := l.bare(ctx, brief)
 	if err != nil {
 		return r, err
 	}
 
 	client.CloseIdleConnections()
-	if r.MiBAfter, r.GPUAfter, r.After, err = l.resources(); err != nil {
+	if r.After, err = l.settled(); err != nil {
 		return r, err
 	}
 	r.Bench = fmt.Sprintf("serve %s, %d clients, %d slots, %d adapters", l.model.name, l.clients, l.slots, l.adapters)
-	r.Seconds, r.TokensPS, r.BarePS = l.duration.Seconds(), rate, (first+second)/2
-	r.Share = r.TokensPS / r.BarePS
-	r.Answered, r.Busy, r.Gone = l.answered.Load(), l.busy.Load(), l.gone.Load()
-	r.Invalid, r.Failed, r.Failures = l.invalid.Load(), l.failed.Load(), l.failures
+	r.TokensPS, r.BarePS = rate, []float64{first, second}
+	r.Share = r.TokensPS / ((first + second) / 2)
+	r.counts, r.Failures, r.Examples = l.counts(), l.failures, l.examples
 	return r, nil
 }
 
-// resources returns the size of the heap in MiB, the free memory of the GPU in GiB, and the number of goroutines. It
-// first waits a moment for connections to end.
-func (l *load) resources() (mib, gib float64, goroutines int, err error) {
+// counts returns the numbers of requests so far.
+func (l *load) counts() counts {
+	return counts{l.answered.Load(), l.busy.Load(), l.gone.Load(), l.invalid.Load(), l.failed.Load()}
+}
+
+// report writes a line from time to time, until the context is canceled.
+func (l *load) report(ctx context.Context, lines *json.Encoder) error {
+	ticks := time.NewTicker(l.every)
+	defer ticks.Stop()
+	began, last, before := time.Now(), time.Now(), l.drawn.Load()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticks.C:
+		}
+
+		drawn, now := l.drawn.Load(), time.Now()
+		r := loadReport{At: now.Sub(began).Seconds(), counts: l.counts(),
+			TokensPS: float64(drawn-before) / now.Sub(last).Seconds()}
+		last, before = now, drawn
+		var err error
+		if r.Now, err = l.resources(); err == nil {
+			err = lines.Encode(r)
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// settled returns the resources after a moment in which connections can end.
+func (l *load) settled() (resources, error) {
 	time.Sleep(500 * time.Millisecond)
-	runtime.GC()
+	runtime.GC() // the second collection of resources frees what finalizers release
+	return l.resources()
+}
+
+// resources returns the current resources.
+func (l *load) resources() (r resources, err error) {
 	runtime.GC()
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
+	r.Heap, r.Goroutines = float64(m.HeapAlloc)/(1<<20), runtime.NumGoroutine()
+
+	var size, resident int
+	if text, err := os.ReadFile("/proc/self/statm"); err == nil {
+		if _, err := fmt.Sscan(string(text), &size, &resident); err == nil {
+			r.Process = float64(resident*os.Getpagesize()) / (1 << 20)
+		}
+	}
+
 	if l.device != nil {
 		free, _, err := l.device.Memory()
 		if err != nil {
-			return 0, 0, 0, err
+			return r, err
 		}
-		gib = float64(free) / (1 << 30)
+		r.Free = float64(free) / (1 << 30)
 	}
-	return float64(m.HeapAlloc) / (1 << 20), gib, runtime.NumGoroutine(), nil
+	return r, nil
 }
 
 // body returns a request for an answer to prompt k.
 func (l *load) body(k int, more string) string {
-	return fmt.Sprintf(`{"model":"%d","prompt":[%d,6,7,8,9,10,11,12],"max_tokens":%d,"seed":%d,"ignore_eos":true%s}`,
-		k%len(l.continues), k%250+5, l.tokens, k, more)
+	return fmt.Sprintf(`{"model":%q,"prompt":[%d,6,7,8,9,10,11,12],"max_tokens":%d,"seed":%d,"ignore_eos":true%s}`,
+		l.nameOf(k%len(l.continues)), k%250+5, l.tokens, k, more)
 }
 
 // check compares answers with the texts that the generators make.
@@ -403,18 +489,30 @@ func (l *load) serve(ctx context.Context, client *http.Client, url string) float
 	})
 }
 
+// Stop texts of some requests, in JSON and as a list. Random weights draw one in about a quarter of the answers.
+const stopsJSON = `["q","zz","\\u0000\\u0001"]`
+
+var stops = []string{"q", "zz", "\x00\x01"}
+
 // request sends request n of a client.
 func (l *load) request(ctx context.Context, client *http.Client, url string, n int) {
-	body, stream := l.body(n, ""), n%3 == 0
+	more, stream, ends := "", n%3 == 0, n%5 == 1
 	if stream {
-		body = l.body(n, `,"stream":true`)
+		more += `,"stream":true`
 	}
+	if ends {
+		more += `,"stop":` + stopsJSON
+	}
+	body := l.body(n, more)
 	switch {
-	case n%37 == 5: // disconnects
+	case n%37 == 5:
 		soon, leave := context.WithTimeout(ctx, time.Duration(n%7)*time.Millisecond)
 		_, _, _ = post(soon, client, url, body)
 		leave()
 		l.gone.Add(1)
+		return
+	case n%37 == 9:
+		l.leave(ctx, client, url, l.body(n, `,"stream":true`))
 		return
 	case n%53 == 6:
 		body = body[:len(body)/2]
@@ -422,19 +520,101 @@ func (l *load) request(ctx context.Context, client *http.Client, url string, n i
 
 	status, text, err := post(ctx, client, url, body)
 	switch {
-	case err == nil && status == http.StatusTooManyRequests:
-		l.busy.Add(1)
-		time.Sleep(50 * time.Millisecond)
-	case err == nil && n%53 == 6 && status == http.StatusBadRequest:
+	case err != nil:
+		l.fail("connection", err.Error())
+	case status == http.StatusTooManyRequests:
+		l.wait()
+	case n%53 == 6 && status == http.StatusBadRequest:
 		l.invalid.Add(1)
-	case err == nil && status == http.StatusOK && (!stream || bytes.HasSuffix(text, []byte("data: [DONE]\n\n"))):
-		l.answered.Add(1)
+	case status != http.StatusOK:
+		l.fail(fmt.Sprintf("status %d", status), string(text))
 	default:
-		l.failed.Add(1)
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		if len(l.failures) < 5 {
-			l.failures = append(l.failures, fmt.Sprintf("%d %.200s %v", status, text[max(0, len(text)-200):], err))
+		if kind := fault(text, stream, ends); kind != "" {
+			l.fail(kind, string(text))
+			return
 		}
+		l.answered.Add(1)
 	}
+}
+
+// wait counts a request that the server had no room for, and waits before the next one.
+func (l *load) wait() {
+	l.busy.Add(1)
+	time.Sleep(50 * time.Millisecond)
+}
+
+// leave requests a stream and disconnects after its first event.
+func (l *load) leave(ctx context.Context, client *http.Client, url, body string) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	r, err := http.NewRequestWithContext(ctx, http.MethodPost, url, strings.NewReader(body))
+	if err != nil {
+		l.fail("request", err.Error())
+		return
+	}
+	answer, err := client.Do(r)
+	if err != nil {
+		l.fail("connection", err.Error())
+		return
+	}
+	defer answer.Body.Close()
+
+	first := make([]byte, 6)
+	switch _, err := io.ReadFull(answer.Body, first); {
+	case answer.StatusCode == http.StatusTooManyRequests:
+		l.wait()
+	case err != nil || answer.StatusCode != http.StatusOK || string(first) != "data: ":
+		l.fail(fmt.Sprintf("status %d of a stream", answer.StatusCode), fmt.Sprint(string(first), err))
+	default:
+		l.gone.Add(1)
+	}
+}
+
+// fail counts a failed request.
+func (l *load) fail(kind, text string) {
+	l.failed.Add(1)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.failures == nil {
+		l.failures = map[string]int{}
+	}
+	l.failures[kind]++
+	if len(l.examples) < 5 {
+		l.examples = append(l.examples, fmt.Sprintf("%s: %.200s", kind, text[max(0, len(text)-200):]))
+	}
+}
+
+// fault returns what is wrong with an answer, or "". ends tells whether the request had stop texts.
+func fault(text []byte, stream, ends bool) string {
+	type choice struct {
+		Text   string
+		Reason string `json:"finish_reason"`
+	}
+	var whole choice
+	parts := [][]byte{text}
+	if stream {
+		var complete bool
+		if text, complete = bytes.CutSuffix(text, []byte("data: [DONE]\n\n")); !complete {
+			return "stream without an end"
+		}
+		parts = bytes.Split(bytes.TrimSuffix(text, []byte("\n\n")), []byte("\n\n"))
+	}
+	for _, part := range parts {
+		var answer struct{ Choices []choice }
+		if err := json.Unmarshal(bytes.TrimPrefix(part, []byte("data: ")), &answer); err != nil || len(answer.Choices) != 1 {
+			return "answer without a choice"
+		}
+		whole.Text += answer.Choices[0].Text
+		whole.Reason += answer.Choices[0].Reason
+	}
+
+	switch {
+	case whole.Reason != "length" && (whole.Reason != "stop" || !ends):
+		return "ended by " + whole.Reason
+	case ends && slices.ContainsFunc(stops, func(stop string) bool { return strings.Contains(whole.Text, stop) }):
+		return "stop text in an answer"
+	case !ends && whole.Text == "":
+		return "empty answer"
+	}
+	return ""
 }
