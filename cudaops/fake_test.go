@@ -29,6 +29,7 @@ import (
 	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/normalize"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
+	preferencekernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/preference"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
@@ -42,6 +43,7 @@ import (
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 	cpuoptimizer "github.com/kasmina-go/kasmina/internal/cpu/optimizer"
+	"github.com/kasmina-go/kasmina/internal/cpu/preference"
 	"github.com/kasmina-go/kasmina/internal/cpu/sampling"
 	"github.com/kasmina-go/kasmina/internal/cpu/vec"
 	"github.com/kasmina-go/kasmina/internal/half"
@@ -539,6 +541,41 @@ func (k *fakeKernels) CrossEntropyBackward(l *fake.Launch, a crossentropy.Backwa
 	cpucrossentropy.Backward(floatsAt(l, a.Out, n), floatsAt(l, a.Logits, n),
 		floatsAt(l, a.Normalizers, 2*a.Rows), intsAt(l, a.Targets, a.Rows), a.V,
 		floatsAt(l, a.Scale, 1)[0]*upstream(l, a.Forward))
+}
+
+func (k *fakeKernels) PreferenceLoss(l *fake.Launch, a preferencekernel.Forward) {
+	pairs := make([]preference.Pair, a.Rows)
+	n := preference.Gather(pairs, floatsAt(l, a.LogProbs, a.Rows), floatsAt(l, a.Reference, a.Rows),
+		intsAt(l, a.Answers, a.Rows))
+	figures, gradients := floatsAt(l, a.Figures, preferencekernel.FigureCount), floatsAt(l, a.Gradients, 2*a.Rows)
+	clear(figures)
+
+	figures[0] = float32(n)
+	loss := 0.0
+	for i, x := range pairs {
+		if !x.Present() {
+			continue
+		}
+		one, grad := a.Pair.Of(x)
+		loss += one
+		gradients[2*i], gradients[2*i+1] = float32(grad[0]), float32(grad[1])
+		if x.Ratio[0] > x.Ratio[1] {
+			figures[1]++
+		}
+		figures[2] += float32(a.Pair.Beta * x.Ratio[0])
+		figures[3] += float32(a.Pair.Beta * x.Ratio[1])
+	}
+	floatsAt(l, a.Loss, 1)[0] = float32(loss / float64(n))
+}
+
+func (k *fakeKernels) PreferenceLossGradient(l *fake.Launch, a preferencekernel.Backward) {
+	dx, gradients := floatsAt(l, a.DX, a.Rows), floatsAt(l, a.Gradients, 2*a.Rows)
+	each := floatsAt(l, a.Grad, 1)[0] / floatsAt(l, a.Figures, 1)[0]
+	for r, answer := range intsAt(l, a.Answers, a.Rows) {
+		if dx[r] = 0; answer >= 0 {
+			dx[r] = each * gradients[answer]
+		}
+	}
 }
 
 func (k *fakeKernels) GradSquares(l *fake.Launch, a optimizer.GradSquares) {

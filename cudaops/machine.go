@@ -54,6 +54,8 @@ type Machine struct {
 	filled map[*gorgonia.Node]bool // attentions with a cache filled by Keep
 	draws  *draws                  // nil without WithDraws
 
+	meters *meters // nil if no op measures figures
+
 	runs *sharedRuns // nil if no machine shares the memory of the runs
 }
 
@@ -321,6 +323,10 @@ func (m *Machine) load(p *program.Program) (err error) {
 		return err
 	}
 
+	if m.meters, err = newMeters(m); err != nil {
+		return err
+	}
+
 	warn := m.config.Warn
 	if m.layers, err = kasmina.New(&kasmina.Runtime{Runner: r, Strict: m.config.Strict,
 		Warn: warn, SeparateGraphs: m.config.single}); err != nil {
@@ -466,6 +472,10 @@ func (m *Machine) Run(ctx context.Context) (err error) {
 		}
 	}
 
+	if err := m.meters.read(); err != nil {
+		return err
+	}
+
 	if err := m.profiler.Start(); err != nil {
 		return err
 	}
@@ -473,7 +483,7 @@ func (m *Machine) Run(ctx context.Context) (err error) {
 
 	if err := run.InOrder(func() error { return awaited.Arrive(r.Stream) }, m.layers.Before,
 		r.Inputs.SendAll, func() error { return m.draws.send(m) }, func() error { return device.Record(m.sent, r.Stream) },
-		func() error { return r.Compute(m.observer(), m.optimizer) }, m.layers.After); err != nil {
+		func() error { return r.Compute(m.observer(), m.optimizer) }, m.meters.send, m.layers.After); err != nil {
 		return err
 	}
 

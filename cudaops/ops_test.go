@@ -43,7 +43,7 @@ func TestOps(t *testing.T) {
 
 func testOps(t *testing.T, device *Device, tolerance float64, opts ...MachineOption) {
 	optest.Run(t, optest.Setup{Dtype: tensor.Float32, Forward: tolerance,
-		Backward: 10 * tolerance, Kernels: true, Share: few(1, 4),
+		Backward: 10 * tolerance, Share: few(1, 4),
 		Open: func(g *gorgonia.ExprGraph, params, outputs gorgonia.Nodes) (optest.Machine, error) {
 			m, err := NewMachine(device, g, append(slices.Clone(opts), WithStrict(),
 				WithParams(params...), WithOutputs(outputs...))...)

@@ -165,7 +165,7 @@ func applyUpdate(m *Machine, by *program.Array,
 		return 0, 0, err
 	}
 
-	settled := m.layers.Flush()
+	settled := run.Joined(m.layers.Flush(), m.meters.read())
 	if by != nil {
 		value = float64(x.Loss())
 	}

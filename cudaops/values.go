@@ -66,7 +66,7 @@ func (m *Machine) Value(n *gorgonia.Node) (v gorgonia.Value, err error) {
 	}
 
 	if v, err = m.runner.Fetch(a, scale); err == nil {
-		err = m.layers.Flush()
+		err = run.Joined(m.layers.Flush(), m.meters.read())
 	}
 	if err != nil {
 		return nil, err

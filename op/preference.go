@@ -1,7 +1,7 @@
 // The parts of PreferenceLoss:
 //   - shapes and gradients: this file
-//   - CPU: this file, on the base in internal/opbase
-//   - GPU: cudaops/internal/lower/lower.go, which computes it on the host
+//   - CPU: internal/cpu/preference, on the base in internal/opbase
+//   - GPU: cudaops/internal/lower/preference.go, with the kernels in cudaops/internal/kernel/preference
 //   - test cases and benchmark: internal/opcase/preference.go
 
 package op
@@ -9,12 +9,14 @@ package op
 import (
 	"fmt"
 	"math"
+	"slices"
 	"strings"
 
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/cpu"
+	"github.com/kasmina-go/kasmina/internal/cpu/preference"
 	"github.com/kasmina-go/kasmina/internal/opbase"
 )
 
@@ -29,7 +31,7 @@ const (
 	PreferenceRobust  PreferenceKind = "robust"
 )
 
-// PreferenceKinds lists the kinds of losses.
+// PreferenceKinds lists the kinds of losses, in the order of package internal/cpu/preference.
 var PreferenceKinds = []PreferenceKind{PreferenceSigmoid, PreferenceHinge, PreferenceIPO, PreferenceRobust}
 
 // Preference configures the loss for preference pairs. A pair consists of a chosen and a rejected answer
@@ -75,46 +77,11 @@ func (p Preference) Check() error {
 	return nil
 }
 
-// A preferencePair accumulates the log-probability of each answer minus its log-probability under the
-// reference, and the answer's number of tokens. Index 0 is the chosen answer, and index 1 the rejected
-// one.
-type preferencePair struct {
-	ratio [2]float64
-	rows  [2]float64
+// Loss returns the settings in the form that machines use.
+func (p Preference) Loss() preference.Loss {
+	return preference.Loss{Kind: preference.Kind(slices.Index(PreferenceKinds, p.Kind)), Beta: p.Beta,
+		Smoothing: p.Smoothing}
 }
-
-// loss returns the loss of a pair and its derivatives with respect to both ratios.
-func (p Preference) loss(x preferencePair) (loss float64, grad [2]float64) {
-	if p.Kind == PreferenceIPO {
-		chosen, rejected := max(1, x.rows[0]), max(1, x.rows[1])
-		d := x.ratio[0]/chosen - x.ratio[1]/rejected - 1/(2*p.Beta)
-		return d * d, [2]float64{2 * d / chosen, -2 * d / rejected}
-	}
-
-	z := p.Beta * (x.ratio[0] - x.ratio[1])
-	var slope float64
-	switch p.Kind {
-	case PreferenceHinge:
-		if z < 1 {
-			loss, slope = 1-z, -1
-		}
-	case PreferenceRobust:
-		e := p.Smoothing
-		loss = ((1-e)*softplus(-z) - e*softplus(z)) / (1 - 2*e)
-		slope = (-(1-e)*sigmoid(-z) - e*sigmoid(z)) / (1 - 2*e)
-	default:
-		e := p.Smoothing
-		loss = (1-e)*softplus(-z) + e*softplus(z)
-		slope = -(1-e)*sigmoid(-z) + e*sigmoid(z)
-	}
-
-	return loss, [2]float64{p.Beta * slope, -p.Beta * slope}
-}
-
-// softplus returns log(1+eˣ), which is −log σ(−x).
-func softplus(x float64) float64 { return max(x, 0) + math.Log1p(math.Exp(-math.Abs(x))) }
-
-func sigmoid(x float64) float64 { return 1 / (1 + math.Exp(-x)) }
 
 // PreferenceFigures summarizes preference pairs. The reward of an answer is β times the difference
 // between its log-probability and its log-probability under the reference.
@@ -142,7 +109,7 @@ type PreferenceLossOp struct {
 	opbase.Base
 	Preference
 	figures PreferenceFigures
-	pairs   []preferencePair // scratch memory, by number
+	pairs   []preference.Pair // scratch memory, by number
 }
 
 // PreferenceLoss computes the mean loss of preference pairs from the log-probabilities of their tokens:
@@ -196,41 +163,36 @@ func (o *PreferenceLossOp) TakeFigures() PreferenceFigures {
 	return f
 }
 
-// gatherPairs sums up the rows of each pair into o.pairs, and returns the number of pairs.
-func gatherPairs[T cpu.Float](o *PreferenceLossOp, logProbs, reference []T, answers []int) (int, error) {
-	if len(o.pairs) != len(answers) {
-		o.pairs = make([]preferencePair, len(answers))
-	}
-	clear(o.pairs)
+// AddFigures adds the figures of pairs that a machine has computed in place of Do.
+func (o *PreferenceLossOp) AddFigures(f PreferenceFigures) { o.figures = o.figures.Plus(f) }
 
+// CheckAnswers returns an error unless every answer belongs to a pair with a number less than the number of
+// rows, and there is at least one pair.
+func CheckAnswers[T int | int64](answers []T) error {
+	pairs := false
 	for r, a := range answers {
-		switch {
-		case a < 0:
-			continue
-		case a/2 >= len(o.pairs):
-			return 0, fmt.Errorf("answer %d of row %d belongs to pair %d, want less than the %d rows", a, r,
+		if int(a)/2 >= len(answers) {
+			return fmt.Errorf("answer %d of row %d belongs to pair %d, want less than the %d rows", a, r,
 				a/2, len(answers))
 		}
-		x := &o.pairs[a/2]
-		x.ratio[a%2] += float64(logProbs[r]) - float64(reference[r])
-		x.rows[a%2]++
+		pairs = pairs || a >= 0
 	}
-
-	n := 0
-	for _, x := range o.pairs {
-		if x.present() {
-			n++
-		}
+	if !pairs {
+		return fmt.Errorf("there are no pairs: %w", ErrNoTargets)
 	}
-	if n == 0 {
-		return 0, fmt.Errorf("there are no pairs: %w", ErrNoTargets)
-	}
-
-	return n, nil
+	return nil
 }
 
-// present reports whether any row belongs to the pair.
-func (x preferencePair) present() bool { return x.rows[0]+x.rows[1] > 0 }
+// gatherPairs sums up the rows of each pair into o.pairs, and returns the number of pairs.
+func gatherPairs[T cpu.Float](o *PreferenceLossOp, logProbs, reference []T, answers []int) (int, error) {
+	if err := CheckAnswers(answers); err != nil {
+		return 0, err
+	}
+	if len(o.pairs) != len(answers) {
+		o.pairs = make([]preference.Pair, len(answers))
+	}
+	return preference.Gather(o.pairs, logProbs, reference, answers), nil
+}
 
 func preferenceLoss[T cpu.Float](o *PreferenceLossOp, loss []T, in opbase.Args) error {
 	n, err := gatherPairs(o, opbase.Slice[T](in, 0), opbase.Slice[T](in, 1), opbase.Slice[int](in, 2))
@@ -238,20 +200,20 @@ func preferenceLoss[T cpu.Float](o *PreferenceLossOp, loss []T, in opbase.Args) 
 		return err
 	}
 
-	sum, own := 0.0, PreferenceFigures{Pairs: n}
+	sum, own, of := 0.0, PreferenceFigures{Pairs: n}, o.Loss()
 	for _, x := range o.pairs {
-		if !x.present() {
+		if !x.Present() {
 			continue
 		}
-		l, _ := o.loss(x)
+		l, _ := of.Of(x)
 		sum += l
-		own.Chosen += o.Beta * x.ratio[0]
-		own.Rejected += o.Beta * x.ratio[1]
-		if x.ratio[0] > x.ratio[1] {
+		own.Chosen += o.Beta * x.Ratio[0]
+		own.Rejected += o.Beta * x.Ratio[1]
+		if x.Ratio[0] > x.Ratio[1] {
 			own.Right++
 		}
 	}
-	o.figures = o.figures.Plus(own)
+	o.AddFigures(own)
 
 	loss[0] = T(sum / float64(n))
 	return nil
@@ -295,9 +257,10 @@ func preferenceLossGrad[T cpu.Float](o *PreferenceLossGradOp, out []T, in opbase
 	}
 
 	clear(out)
+	of := o.Forward.Loss()
 	for r, a := range answers {
 		if a >= 0 {
-			_, grad := o.Forward.loss(o.Forward.pairs[a/2])
+			_, grad := of.Of(o.Forward.pairs[a/2])
 			out[r] = T(g / float64(n) * grad[a%2])
 		}
 	}

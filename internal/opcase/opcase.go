@@ -29,8 +29,6 @@ type Op struct {
 	// nil for ops that are only timed.
 	Cases func(r *rand.Rand) []Case
 	Bench *Bench // nil for an op that is not timed
-	// Host means that the op has no GPU kernel and is computed on the host instead.
-	Host bool
 }
 
 // Case is an op with inputs and, for a test, the expected result.

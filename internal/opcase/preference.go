@@ -57,7 +57,7 @@ func linearLogProbsCase(r *rand.Rand, rows, d, vocab int) Case {
 
 // preferenceLoss is the loss of preference pairs, of every kind.
 var preferenceLoss = &Op{
-	Name: "PreferenceLoss", Host: true,
+	Name: "PreferenceLoss",
 	Cases: func(r *rand.Rand) (cases []Case) {
 		for _, kind := range op.PreferenceKinds {
 			for _, smoothing := range []float64{0, 0.2} {

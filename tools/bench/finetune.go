@@ -144,10 +144,7 @@ func (s size) beginTuning(device *cudaops.Device, o options) (*training, error) 
 	frozen := slices.DeleteFunc(g.Frozen(), func(n *gorgonia.Node) bool { return base.Has(n.Name()) })
 	opts := []cudaops.MachineOption{cudaops.WithParams(g.Learning...), cudaops.WithOutputs(g.Loss),
 		cudaops.WithFrozen(randomWeights(), frozen...), cudaops.WithWeights(base),
-		cudaops.WithPrecision(o.precision), cudaops.WithTuning(o.tune)}
-	if !o.pairs { // the loss of pairs has no kernel
-		opts = append(opts, cudaops.WithStrict())
-	}
+		cudaops.WithPrecision(o.precision), cudaops.WithTuning(o.tune), cudaops.WithStrict()}
 	if o.memory > 0 {
 		opts = append(opts, cudaops.WithMemory(int(o.memory*(1<<30))))
 	}

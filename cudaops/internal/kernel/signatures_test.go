@@ -29,6 +29,7 @@ import (
 	normkernel "github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/normalize"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/optimizer"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/preference"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/quantize"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/rope"
@@ -66,6 +67,8 @@ func TestEveryLaunch(t *testing.T) {
 		attention.Statistics{Geometry: geometry, G: rows, Y: rows, Normalizers: p, Workspace: p,
 			Type: dt},
 		crossentropy.Scale{Scale: p, Targets: p, Rows: 3},
+		preference.Forward{Loss: p, Figures: p, Gradients: p, LogProbs: p, Reference: p, Answers: p, Workspace: p, Rows: 3},
+		preference.Backward{DX: p, Gradients: p, Figures: p, Grad: p, Answers: p, Rows: 3},
 		crossentropy.Forward{Logits: p, Losses: p, Targets: p, Rows: 3, V: 8, Type: dt},
 		crossentropy.Mean{Mean: p, Losses: p, Scale: p, Rows: 3},
 		crossentropy.Backward{Forward: crossentropy.Forward{Targets: p, Rows: 3, V: 8, Type: dt},

@@ -44,22 +44,26 @@ type Copy struct {
 	Convert *Call
 }
 
-// IDRange is a constraint that an op places on an input of ids or, if Seq is not 0, on an input of
-// document starts in sequences of Seq tokens.
+// IDRange is a constraint that an op places on an input of ids. If Seq is not 0, the input holds document starts in
+// sequences of Seq tokens, and if Pairs is set, the answers of preference pairs.
 type IDRange struct {
 	Op, Argument string
 	Vocab        int
 	Negative     bool // whether ids may be negative, to exclude a row
 	Seq          int  // sequence length; 0 for ids
+	Pairs        bool // the answers of pairs
 }
 
 // Check validates ids, which a kernel cannot do, and returns the error that the op would return on the
 // CPU.
 func (r IDRange) Check(ids []int64) error {
 	var err error
-	if r.Seq > 0 {
+	switch {
+	case r.Pairs:
+		err = op.CheckAnswers(ids)
+	case r.Seq > 0:
 		err = opbase.CheckStarts(ids, r.Seq)
-	} else {
+	default:
 		err = opbase.CheckIDs(r.Argument, ids, r.Vocab, r.Negative)
 	}
 

@@ -33,6 +33,8 @@ type Program struct {
 
 	Draws *Draws // nil if no tokens are drawn
 
+	Meters []Meter // figures of ops
+
 	Kasmina []*KasminaLayer
 	Reports *Array // telemetry of all Kasmina layers; nil if there are none
 
@@ -47,6 +49,13 @@ type Program struct {
 type Draws struct {
 	Params, Tokens *Array
 	Rows, Fed      int
+}
+
+// Meter is a resident array of float32 into which every run writes figures of an op. The machine passes them to Add
+// once after each run.
+type Meter struct {
+	*Array
+	Add func([]float32)
 }
 
 // Cache holds the keys and values of all positions so far, one per row. It lives as long as the machine.

@@ -33,8 +33,6 @@ type Setup struct {
 	Forward, Backward float64
 	// Prepare, unless it is nil, changes each case before it runs.
 	Prepare func(opcase.Case) opcase.Case
-	// Kernels skips ops without a GPU kernel.
-	Kernels bool
 	// Share, if it is at least 2, runs a random 1/Share of the cases.
 	Share int
 }
@@ -54,7 +52,7 @@ func (tape) Value(n *gorgonia.Node) (gorgonia.Value, error) { return n.Value(), 
 func Run(t *testing.T, s Setup) {
 	r := randtest.New(t)
 	for _, o := range opcase.All {
-		if o.Cases == nil || s.Kernels && o.Host {
+		if o.Cases == nil {
 			continue
 		}
 		t.Run(o.Name, func(t *testing.T) {
