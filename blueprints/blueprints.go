@@ -415,7 +415,7 @@ func Size(k Kind, c, width int) (int, error) {
 	return n, nil
 }
 
-// Identity sets a slot to the identity start of a kind for chunks of c features.
+// Identity initializes a slot so that the transform of a kind starts as the identity, for chunks of c features.
 //
 // weights [slots, W], row by row, and scales [slots] are the parameters of a Kasmina layer. slot must
 // be in 1 … slots−1, because slot 0 means "none". Kinds with random initial weights derive them from
@@ -447,7 +447,7 @@ func Identity[T Float](k Kind, slot, c int, seed uint64, weights, scales []T) er
 	return nil
 }
 
-// start returns the identity start for a slot of the given width.
+// start returns the initial weights and scale of a slot with the given width.
 func start[T Float](k Kind, c, width int, seed uint64) (weights []T, scale T, err error) {
 	n, err := Size(k, c, width)
 	if err != nil {

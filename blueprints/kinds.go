@@ -81,7 +81,7 @@ var builtin = []*Blueprint{
 	NewBlocks: {
 		Name:   "NewBlocks",
 		Site:   Depth,
-		Layout: "size new blocks behind the last one, which start as the identity",
+		Layout: "size new blocks after the last one, which start as the identity",
 		Order:  appendBlocks,
 	},
 	LoRA: {

@@ -5,9 +5,9 @@ import (
 	"math/rand/v2"
 )
 
-// Mixing returns m, the rank or number of hidden features of kinds that mix the features of a
-// chunk. For chunks of c features and slots of the given width, a kind then has 2·m·c weights.
-// Mixing returns 0 if either argument is not positive.
+// Mixing returns m, the rank or the number of hidden features, of a kind that mixes the features of a chunk. Such a kind
+// has 2·m·c weights, so m is the largest number for which they fit into a slot of the given width. Mixing returns 0 if
+// either argument is not positive.
 func Mixing(c, width int) (m int) {
 	if c < 1 || width < 1 {
 		return 0

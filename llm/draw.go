@@ -9,11 +9,11 @@ import (
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
-// A DrawFunc draws the token that follows a text, by a sampler. The token that it returns counts as drawn by the
-// sampler. last announces that no further token of the text will be requested.
+// A DrawFunc draws the token that follows the given tokens, as s would draw it from their logits, and advances s
+// accordingly. last means that no further token of this text will be requested.
 //
-// A device can be ahead of the host: while the host handles a token, the device already computes the tokens that
-// follow it. If the next call asks for something else, that work is discarded.
+// A device may run ahead of the host and compute the following tokens while the host is still processing this one. If
+// the next call does not continue the text, that work is discarded.
 type DrawFunc = func(ctx context.Context, tokens []int, s *sampler.Sampler, last bool) (int, error)
 
 // drawingMachine is a machine that draws tokens, as cudaops.Machine does.
@@ -22,15 +22,15 @@ type drawingMachine interface {
 	Draw(ctx context.Context, p sampling.Pass) (wait func() ([]int, error), err error)
 }
 
-// drawAhead is a step in progress. Its input is the token that the step before it draws.
+// drawAhead is a step in progress on the device. Its input is the token that the preceding step draws.
 type drawAhead struct {
 	wait     func() ([]int, error)
 	sampler  *sampler.Sampler
-	revision uint64 // of the sampler after the token before it
+	revision uint64 // the sampler's revision after the preceding token
 	plan     *sampler.Plan
 }
 
-// settle gives up the steps in progress, and forgets cached keys and values that do not belong to the given tokens.
+// settle discards the step in progress, along with cached keys and values that do not belong to the given tokens.
 func (d *Decoding) settle(tokens []int) {
 	if d.ahead == nil {
 		return
@@ -46,6 +46,8 @@ const unknownToken = -1
 // samplers with log-probabilities.
 func (d *Decoding) Draw(ctx context.Context, tokens []int, s *sampler.Sampler, last bool) (int, error) {
 	n := len(tokens)
+
+	// Use the step in progress if it continues this text, or start one.
 	now := d.ahead
 	if now != nil && now.sampler == s && now.revision == s.Revision() && slices.Equal(d.tokens, tokens) {
 		d.ahead = nil
@@ -94,14 +96,14 @@ func (d *Decoding) Draw(ctx context.Context, tokens []int, s *sampler.Sampler, l
 	return drawn[0], nil
 }
 
-// canDraw reports whether a single step computes the token that follows the given ones.
+// canDraw reports whether the token that follows the given ones can be drawn on the device in a single step.
 func (d *Decoding) canDraw(tokens []int) bool {
 	last := len(tokens) - 1
 	return d.draws && last > 0 && last < d.model.Config.Seq && slices.Equal(d.tokens, tokens[:last])
 }
 
-// launch starts a step for a token at the next position. If the token is unknown, it is the one drawn by the given row
-// of the preceding step.
+// launch starts a step whose input is a token at the next position. An unknownToken stands for the token that row from
+// of the preceding step draws; otherwise, from is −1.
 func (d *Decoding) launch(ctx context.Context, a *drawAhead, token, from int) error {
 	m, ok := d.step.Machine.(drawingMachine)
 	if !ok {

@@ -14,8 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
-// TestEmbed checks that the states that Embed pools lead to the logits of the model, for texts of several lengths that
-// are embedded together while other texts are continued.
+// TestEmbed multiplies the vectors of Embed by the output matrix and compares the products with the model's logits. The
+// texts differ in length and are embedded together while other texts are being generated.
 func TestEmbed(t *testing.T) {
 	for name, c := range map[string]Config{
 		"llama": {Vocab: 61, Dim: 64, Layers: 2, Heads: 4, KVHeads: 2, FF: 96, Seq: 60},
@@ -49,22 +49,25 @@ func testEmbed(t *testing.T, m *Model, b *Batcher) {
 
 	var work sync.WaitGroup
 	defer work.Wait()
-	for i := range 3 { // the tokens do not depend on embeddings in between
+	for i := range 3 { // embedding must not change the generated tokens
 		work.Go(func() {
 			s, err := sampler.New(sampler.Config{})
 			assert.NoError(t, err)
 			alone, err := NewGenerator(m)
 			assert.NoError(t, err)
 			defer alone.Close()
+
 			want, got := []int{}, []int{}
 			for id, err := range alone.Generate(t.Context(), texts[i+9], 30, s) {
 				assert.NoError(t, err)
 				want = append(want, id)
 			}
+
 			for id, err := range b.Generator().Generate(t.Context(), texts[i+9], 30, s) {
 				assert.NoError(t, err)
 				got = append(got, id)
 			}
+
 			assert.Equal(t, want, got)
 		})
 	}
@@ -74,6 +77,7 @@ func testEmbed(t *testing.T, m *Model, b *Batcher) {
 	require.NoError(t, err)
 	mean, err := g.Embed(t.Context(), texts, MeanPooling)
 	require.NoError(t, err)
+
 	head := m.Param(embedName).Float32s()
 	dim := m.Config.Dim
 	for i, text := range texts {
@@ -87,10 +91,12 @@ func testEmbed(t *testing.T, m *Model, b *Batcher) {
 				}
 				return sum
 			}
+
 			average := 0.0
 			for row := range text {
 				average += float64(x[row*m.Config.Vocab+id]) / float64(len(text))
 			}
+
 			require.InDelta(t, x[(len(text)-1)*m.Config.Vocab+id], product(last[i]), 1e-4, "text %d", i)
 			require.InDelta(t, average, product(mean[i]), 1e-4, "text %d", i)
 		}
@@ -100,10 +106,12 @@ func testEmbed(t *testing.T, m *Model, b *Batcher) {
 	require.ErrorContains(t, err, "text 1: there are 0 tokens")
 	_, err = g.Embed(t.Context(), [][]int{make([]int, 61)}, MeanPooling)
 	require.ErrorContains(t, err, "there are 61 tokens, want 1 to 60")
+
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	_, err = g.Embed(ctx, texts, MeanPooling)
 	require.ErrorIs(t, err, context.Canceled)
+
 	alone, err := NewGenerator(m)
 	require.NoError(t, err)
 	defer alone.Close()
@@ -111,7 +119,7 @@ func testEmbed(t *testing.T, m *Model, b *Batcher) {
 	require.ErrorContains(t, err, "not one of a Batcher")
 }
 
-// TestEmbedWithAdapters checks that a text that chooses an adapter is embedded with it.
+// TestEmbedWithAdapters checks that a generator with an adapter embeds texts as the adapted model does.
 func TestEmbedWithAdapters(t *testing.T) {
 	c := Config{Vocab: 61, Dim: 64, Layers: 2, Heads: 4, KVHeads: 2, FF: 96, Seq: 60}.Default()
 	base, err := NewModel(c, tensor.Float32, 1)

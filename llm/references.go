@@ -71,7 +71,7 @@ func (r *References) StartRun(u Turn) error {
 	return nil
 }
 
-// compute computes the references of a set of pairs, sharing the work with the other ranks.
+// compute returns the references of a set of pairs. The ranks compute every ranks-th batch each and exchange the results.
 func (r *References) compute(u Turn, e PreferenceMeter, set ReferencedPairs) ([]float64, error) {
 	defer u.t.team.busy("computing the references of the preference pairs")()
 	rank, ranks := 0, 1

@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// both returns a new optimizer of each kind by name.
+// both returns a new AdamW and a new Muon, by name.
 func both(t *testing.T) map[string]optim.Optimizer {
 	t.Helper()
 	a, err := optim.NewAdamW()
@@ -31,6 +31,7 @@ func both(t *testing.T) map[string]optim.Optimizer {
 
 func equalStates(a, b []optim.Tensor) bool { return reflect.DeepEqual(a, b) }
 
+// small returns the parameters of a model small enough to compare element by element.
 func small() []*param {
 	return []*param{
 		newParam("embed.weight", make([]float64, 6), 3, 2),
@@ -102,6 +103,8 @@ func TestStateRoundTrip(t *testing.T) {
 	}
 }
 
+// TestSetStateRefuses checks that SetState rejects states that no sequence of steps produces, names the first problem, and
+// changes nothing.
 func TestSetStateRefuses(t *testing.T) {
 	edit := func(name string, f func(*optim.Tensor)) func([]optim.Tensor) []optim.Tensor {
 		return func(s []optim.Tensor) []optim.Tensor {
@@ -265,6 +268,7 @@ func TestStepOverflows(t *testing.T) {
 	}
 }
 
+// TestDeclareRefuses checks that Declare rejects invalid parameters and changes of shape.
 func TestDeclareRefuses(t *testing.T) {
 	for name, o := range both(t) {
 		if err := o.Declare(model(newParam("w", []float64{1, 2}, 1, 2))); err != nil {
@@ -329,7 +333,7 @@ func TestForget(t *testing.T) {
 	}
 }
 
-// TestNilNodes checks that parameters that are nil are errors.
+// TestNilNodes checks that nil parameters are rejected.
 func TestNilNodes(t *testing.T) {
 	adamw, err := optim.NewAdamW()
 	require.NoError(t, err)

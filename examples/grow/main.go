@@ -1,5 +1,5 @@
-// Command grow trains two models in equal time, or with equal FLOPs, on the same text and from the same
-// random seed. The first has four blocks from the start. The second starts with two blocks, so that its
+// Command grow compares two models that it trains for the same time, or with the same number of FLOPs, on the same text
+// and with the same random seed. The first has four blocks from the start. The second starts with two blocks, so that its
 // steps are faster, and receives two more while it trains if that is expected to lower its final loss. At
 // the end, the program prints how far the prediction was from the final loss, or why the model kept its
 // blocks.
@@ -10,7 +10,7 @@
 //	go run ./examples/grow -replay runs/grow/record.jsonl
 //
 // The program writes the decisions of the growing run to a record. With -replay, the run follows a
-// record instead of the clock and the controller, and has the same bits on any machine.
+// record instead of the clock and the controller, and is bit-identical on any machine.
 //
 // "go run ./tools/bench growth" measures growth at all places of a model, on GPUs too.
 package main

@@ -5,16 +5,16 @@ import (
 	"slices"
 )
 
-// A Codebook is a table of the 256 numbers, in ascending order from −1 to 1, that 8-bit codes
-// represent. They are relative to the scale of the encoded block.
+// A Codebook is the table of the 256 numbers that 8-bit codes represent, in ascending order between −1 and 1. A block
+// of numbers is divided by its largest magnitude before it is encoded.
 type Codebook struct {
 	Values [256]float32
 
 	// middles[c] lies halfway between Values[c] and Values[c+1].
 	middles [255]float32
 
-	// from[sign] maps the high 16 bits of a number's magnitude to the smallest code of such numbers, at
-	// which the search for a code starts.
+	// from[sign] maps the high 16 bits of a magnitude to the smallest code among the numbers with these bits, where
+	// the search for a code starts. sign is 1 for negative numbers.
 	from [2][]uint8
 }
 
@@ -62,7 +62,7 @@ func newCodebook(signed bool) *Codebook {
 	return b
 }
 
-// evenly returns n numbers that divide 0.1 to 1 evenly, rounded like PyTorch's linspace. PyTorch
+// evenly returns n evenly spaced numbers from 0.1 to 1, rounded as by PyTorch's linspace. PyTorch
 // computes the first half upward from the start and the second half downward from the end, with fused
 // multiplications.
 func evenly(n int) []float32 {
@@ -80,7 +80,7 @@ func evenly(n int) []float32 {
 	return bounds
 }
 
-// starts returns the table from for one sign.
+// starts returns from[1] if negative, else from[0].
 func (b *Codebook) starts(negative bool) []uint8 {
 	const last = 0x3f80 // the high bits of 1
 	from := make([]uint8, last+1)

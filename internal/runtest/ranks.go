@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/parallel"
 )
 
-// CPU returns the machine that uses the processors of this computer.
+// CPU returns the device for runs on this computer's processors.
 func CPU() Device {
 	return Device{Name: "CPU", Ranks: cpuRanks,
 		Open:   func() (*Session, error) { return &Session{Engine: llm.CPUEngine()}, nil },
@@ -28,6 +28,7 @@ const patience = 100 * time.Second
 // secret authenticates the ranks of all teams in this process.
 const secret = "the secret of the ranks of random runs"
 
+// teams counts the teams of this process, so that each gets its own name.
 var teams atomic.Int64
 
 // cpuRanks calls f for every rank of a team within this process.
@@ -42,8 +43,8 @@ func cpuRanks(ranks int, f func(rank int, build Build) error) []error {
 	})
 }
 
-// Ranks connects ranks within this process, each of which is a goroutine that calls join with its world. It
-// returns the errors by rank.
+// Ranks starts a goroutine for each rank, connects the ranks to a world, and calls join in each goroutine. It returns
+// the error of each rank.
 func Ranks(ctx context.Context, ranks int, join func(context.Context, *comm.World) error) []error {
 	errs := make([]error, ranks)
 	l, err := net.Listen("tcp", "127.0.0.1:0")

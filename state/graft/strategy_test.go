@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// halt is a user-defined strategy that keeps α.
+// halt is a user-defined strategy that leaves α unchanged.
 type halt struct{ Reason string }
 
 func (halt) Name() string { return fmt.Sprint("halt", runs) }
@@ -39,8 +39,8 @@ func TestRegister(t *testing.T) {
 	require.ErrorContains(t, graft.Register[nameless](), "is empty or taken")
 }
 
-// TestEntry checks that an entry holds the restored strategy, and that strategies that change in
-// storage are rejected.
+// TestEntry checks that saving and loading an entry restores its strategy, and that invalid strategies and parameters are
+// rejected.
 func TestEntry(t *testing.T) {
 	given := &graft.FixedRamp{Epochs: 4, Target: 1}
 	entry, err := graft.NewEntry(given)

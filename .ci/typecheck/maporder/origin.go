@@ -14,6 +14,7 @@ type origin struct {
 	indices []ast.Expr
 }
 
+// at returns the origin of an element of o's value.
 func (o origin) at(index ast.Expr) origin {
 	if index == nil {
 		return o
@@ -24,7 +25,7 @@ func (o origin) at(index ast.Expr) origin {
 // origins returns the variables that may contain e, the target of an assignment.
 func (s *scope) origins(e ast.Expr) []origin { return s.follow(e, nil) }
 
-// follow implements origins. It stops at the variables already passed, in through.
+// follow implements origins. through lists the variables that have been followed already, at which it stops.
 func (s *scope) follow(e ast.Expr, through []*types.Var) []origin {
 	switch e := ast.Unparen(e).(type) {
 	case *ast.Ident:
@@ -106,7 +107,7 @@ func (s *scope) within(e ast.Expr, through []*types.Var) []origin {
 	return s.follow(e, through)
 }
 
-// given returns the origins of the value that v refers to after a definition.
+// given returns the origins of the value that the definition d assigns to v.
 func (s *scope) given(d def, v *types.Var, through []*types.Var) []origin {
 	switch {
 	case d.loop == nil && d.results > 1:
@@ -130,8 +131,7 @@ func (s *scope) given(d def, v *types.Var, through []*types.Var) []origin {
 	return all
 }
 
-// refers reports whether values of type t may refer to variables that are reachable by other paths as
-// well.
+// refers reports whether a value of type t may refer to a variable that can also be reached without the value.
 func refers(t types.Type) bool {
 	if t == nil {
 		return true
@@ -145,12 +145,13 @@ func refers(t types.Type) bool {
 	return true
 }
 
-// shared reports whether e, the target of an assignment in r, outlives one iteration, which means that it
-// neither belongs to the iteration nor is selected by its key. If this is unknown, shared returns unsure.
+// shared reports whether several iterations of r assign to e. That is the case unless e belongs to one iteration or is
+// selected by the iteration's key. If this cannot be determined, shared returns unsure.
 func (s *scope) shared(e ast.Expr, r *region, unsure bool) bool {
 	return slices.ContainsFunc(s.origins(e), func(o origin) bool { return s.outlives(o, r, unsure) })
 }
 
+// outlives implements shared for one origin.
 func (s *scope) outlives(o origin, r *region, unsure bool) bool {
 	switch {
 	case o.root == nil:
@@ -161,7 +162,8 @@ func (s *scope) outlives(o origin, r *region, unsure bool) bool {
 	return !slices.ContainsFunc(o.indices, func(i ast.Expr) bool { return s.unique(i, r, nil) })
 }
 
-// unique reports whether an expression has a different value in each iteration because the key differs.
+// unique reports whether an expression is certain to have a different value in each iteration, because it is computed
+// from the key.
 func (s *scope) unique(e ast.Expr, r *region, through []types.Object) bool {
 	switch e := ast.Unparen(e).(type) {
 	case *ast.Ident:
@@ -176,7 +178,7 @@ func (s *scope) unique(e ast.Expr, r *region, through []types.Object) bool {
 		return r.holds(v) && len(d) == 1 && d[0].value != nil && d[0].results == 0 &&
 			s.unique(d[0].value, r, append(through, v))
 
-	case *ast.BinaryExpr: // a prefix of strings, or an offset
+	case *ast.BinaryExpr: // the key with a constant prefix, suffix or offset
 		if e.Op != token.ADD && e.Op != token.SUB || floating(s.typeOf(e)) {
 			return false
 		}

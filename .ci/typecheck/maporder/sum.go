@@ -81,8 +81,8 @@ func (s *scope) whole(e ast.Expr) bool {
 	return v != nil && constant.ToInt(v).Kind() == constant.Int
 }
 
-// folds reports whether a function computes a new value for to, a slice of or a pointer to floating-point
-// numbers, from its old value.
+// folds reports whether from is a function call that computes a new value of to from its old value, and to is a slice
+// of floating-point numbers or a pointer to one.
 func (s *scope) folds(from, to ast.Expr) bool {
 	call, ok := ast.Unparen(from).(*ast.CallExpr)
 	if !ok || s.conversion(call) || s.builtin(call, "append") || s.calls(call, "slices") ||
@@ -101,8 +101,9 @@ func (s *scope) folds(from, to ast.Expr) bool {
 	return floating(elem) && s.mentions(from, to, nil)
 }
 
-// mentions reports whether the value of e depends on the value of x. It does not count x as an operand if
-// e is a minimum or maximum.
+// mentions reports whether the value of e depends on the value of x. If e is a minimum or maximum, x may be one of its
+// operands, because the result does not depend on their order. through lists the variables that have been followed
+// already.
 func (s *scope) mentions(e, x ast.Expr, through []*types.Var) bool {
 	e = ast.Unparen(e)
 	if call, ok := e.(*ast.CallExpr); ok && (s.builtin(call, "min", "max") ||
@@ -218,8 +219,8 @@ type function struct {
 	yields       bool              // returns an iterator in the order of a map
 }
 
-// An addition means that a function accumulates floating-point numbers in the memory that a parameter
-// refers to. Parameters are numbered from 0, and the receiver has number −1.
+// An addition records that a function accumulates floating-point numbers in a package-level variable or in memory that
+// a parameter refers to. Parameters are numbered from 0, and the receiver is −1.
 type addition struct {
 	global *types.Var // package-level variable, or nil
 	param  int        // the parameter, unless global is set
@@ -285,7 +286,8 @@ func (f *function) param(v *types.Var) (int, bool) {
 	return i, i >= 0
 }
 
-// iterates notes that f calls v, or returns a function that calls its parameter v, in map order.
+// iterates records that f calls v once for each element of a map, in map order. v is a parameter of f or of a function
+// literal that f returns.
 func (f *function) iterates(v *types.Var) {
 	if v == nil || !isA[*types.Signature](v.Type()) {
 		return
@@ -338,8 +340,8 @@ func (f *function) add(o origin, e ast.Expr) {
 	f.adds[a] = true
 }
 
-// throughReference reports whether an expression follows a pointer, slice or map, so that other
-// references see an assignment to it.
+// throughReference reports whether an expression goes through a pointer, slice or map, so that an assignment to it is
+// visible through other references.
 func (s *scope) throughReference(e ast.Expr) bool {
 	switch e := ast.Unparen(e).(type) {
 	case *ast.SelectorExpr:
@@ -436,7 +438,7 @@ func (s *scope) argument(call *ast.CallExpr, param int) ast.Expr {
 	return call.Args[param]
 }
 
-// litEffects returns the variables outside a function literal that it accumulates in.
+// litEffects returns the variables declared outside a function literal in which it accumulates.
 func (s *scope) litEffects(lit *ast.FuncLit) (all []origin) {
 	own := &region{node: lit, body: lit.Body}
 	ast.Inspect(lit.Body, func(n ast.Node) bool {
@@ -453,6 +455,7 @@ func (s *scope) litEffects(lit *ast.FuncLit) (all []origin) {
 	return all
 }
 
+// additions compares additions, so that they can be visited in a fixed order.
 func additions(a, b addition) int {
 	if c := a.param - b.param; c != 0 {
 		return c

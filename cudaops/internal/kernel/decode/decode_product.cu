@@ -7,7 +7,7 @@
 // next f rows the up projection.
 //
 // The normed kernels normalize x first:  x[k] ← x[k]·norm[k] / sqrt(Σ_j x[j]²/depth + eps). Each warp
-// adds up the squares along with its products, and divides at the end, so x needs no pass of its own.
+// sums the squares of x along with its products and divides at the end, so that no separate pass over x is needed.
 //
 // Each warp computes one row of w, or one row from each half, with kDeep 16-byte loads per lane in
 // flight. Sums are float32, and their order depends only on the shape.
@@ -18,7 +18,7 @@
 #include "overlap.cuh"
 
 constexpr int kWarps = 4, kDeep = 8;
-constexpr int kPrefetching = 512;  // blocks that prefetch, so that the last ones do and the data stay in the cache
+constexpr int kPrefetching = 512;  // only the last blocks prefetch, so that the data are still in the cache when the next kernel reads them
 
 struct Args {
   void* y;
@@ -27,13 +27,13 @@ struct Args {
   Ahead ahead;
   int n, depth;  // n rows of y
   float eps;
-  int steady;  // w was complete before any kernel began that may still be running
-  int early;   // the next kernel may start before the preceding one has ended
+  int steady;  // no kernel that may still be running writes w, so it can be read before the preceding kernel ends
+  int early;   // lets the next kernel start before the preceding kernel has ended
   int isGELU;
 };
 
-// Rows holds kDeep loads of this lane in flight, for R rows of w that are `apart` elements apart. Unless Full, the row
-// may end within the loads.
+// Rows holds a lane's kDeep outstanding loads, divided among R rows of w. The rows start `apart` elements from each
+// other. Unless Full is set, a row may end before the last of these loads.
 template <class T, int R, int N, bool Full> struct Rows {
   static constexpr int kStep = kWarp * N, kEach = kDeep / R, kAll = kEach * kStep;
   Pack<T, N> row[R][kEach];
@@ -52,6 +52,7 @@ template <class T, int R, int N, bool Full> struct Rows {
       }
   }
 
+  // add adds the products of the loaded elements with x to the sum of each row and, if Normed, the squares of x to squares.
   template <bool Normed>
   __device__ __forceinline__ void add(float (&sum)[R], float& squares, const T* x, const float* norm, int at, int depth) const {
     // A full row has no branches, so that several loads of x are in flight at the same time.
@@ -78,8 +79,8 @@ template <class T, int R, int N, bool Full> struct Rows {
   }
 };
 
-// multiply computes R rows of w that are `apart` rows apart, for each of the n rows of the result, and
-// passes the sums to put(row, sums, added) in one lane. Launch: kWarps warps per block, one warp per row.
+// multiply computes, for each of the n rows of the result, the products of x with R rows of w that are `apart` rows
+// from each other. One lane passes them to put(row, sums, added), where added is the row's element of c, or 0. Launch: kWarps warps per block, one warp per row.
 template <class T, int N, int R, bool Normed, bool Full, class Put>
 __device__ __forceinline__ void multiply(const Args& a, int apart, Put put) {
   using Loads = Rows<T, R, N, Full>;
@@ -136,7 +137,7 @@ template <class T, int N, bool Normed, bool Full> __device__ __forceinline__ voi
 #define DEFINE_ACCESS(T, name, N, Full)                                                                   \
   DEFINE_KERNEL(T, product, name, N, false, Full) DEFINE_KERNEL(T, product, normed_##name, N, true, Full) \
   DEFINE_KERNEL(T, gated, name, N, false, Full) DEFINE_KERNEL(T, gated, normed_##name, N, true, Full)
-// The depth of full packs is a multiple of kDeep packs for each lane.
+// The `full` kernels require that the depth is a multiple of kDeep packs per lane.
 #define DEFINE(T)                            \
   DEFINE_ACCESS(T, full, kVec<T>, true)      \
   DEFINE_ACCESS(T, packs, kVec<T>, false)    \

@@ -242,14 +242,14 @@ func TestPaged(t *testing.T) {
 
 // paged decodes the last tokens of three sequences in one launch.
 func paged(g *kerneltest.Rig, s Geometry, dt gpu.DType, i int) {
-	lengths, last := []int{3, 130, 390}, []int{2, 30, 1} // tokens, and those in the launch
+	lengths, last := []int{3, 130, 390}, []int{2, 30, 1} // of the sequences; last tokens that the launch decodes
 	const columns, pages, gap = 8, 20, 3
 	qd, kd, half := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim/2
 	rows := 0
 	for _, n := range last {
 		rows += n
 	}
-	rows++ // one row belongs to no sequence
+	rows++ // an unused row, which belongs to no sequence
 
 	angles := make([]float64, s.Capacity*half)
 	cosines, sines := make([]float64, len(angles)), make([]float64, len(angles))

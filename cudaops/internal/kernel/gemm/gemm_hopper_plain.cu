@@ -1,5 +1,5 @@
-// Matrix products on Hopper (sm_90a) for depths so small that the time to store results would be
-// noticeable. bf16 and f16 results are rounded once, after c is added:
+// Matrix products on Hopper (sm_90a) for small depths, where storing results takes a noticeable share of the time.
+// bf16 and f16 results are rounded once, after c is added:
 //
 //   nt:  y = x·wᵀ + u·bᵀ + c with w [columns, depth] and b [columns, termDepth]
 //   nn:  y = x·w + u·b + c with w [depth, columns] and b [termDepth, columns]
@@ -9,12 +9,11 @@
 //
 //   f8:  y = (rowFactors·columnFactorsᵀ) ⊙ (x·wᵀ) + c
 //
-// x is [rows, depth], u is [rows, termDepth], and y and c are [rows, columns]; u and c are optional. gemm_hopper.cuh describes the
-// structure.
+// x is [rows, depth], u is [rows, termDepth], and y and c are [rows, columns]; u and c are optional. gemm_hopper.cuh
+// describes how the work is divided among blocks and warps.
 //
-// Requirements: columns and depths are multiples of 8, and matrices are at multiples of 16 bytes.
-// For float8, columns and depth are multiples of 16, depth exceeds 384, and factors are at
-// multiples of 16 bytes.
+// Requirements: columns and depths are multiples of 8, and matrices are aligned to 16 bytes. For float8, columns and
+// depth are multiples of 16, depth exceeds 384, and factors are aligned to 16 bytes.
 #include "gemm_hopper.cuh"
 
 namespace gemm {
@@ -32,9 +31,9 @@ constexpr int kColumns = 256, kStages = 4, kParts = kColumns / 64;
 
 using Shared = Memory<kColumns, kStages, 2 * kPanel>;
 
-// Finished stores a tile 64 columns at a time. c is loaded in the same units; it takes one of the
-// two panels and one more slot. A part of c is requested in one slot and received in the next, in
-// registers that the corresponding part of the finished tile no longer needs.
+// Finished stores a tile in parts of 64 columns, one per slot, while the next tile is computed. Adding c takes one of the
+// two panels and one more slot: each slot requests a part of the next tile's c, and the following slot loads it into the
+// registers of the part that has just been stored.
 template <typename T, bool Add> struct Finished : RoundedSums<T, kColumns> {
   using Sums = RoundedSums<T, kColumns>;
   using Sums::v, Sums::row, Sums::column;
@@ -64,7 +63,7 @@ template <typename T, bool Add> struct Finished : RoundedSums<T, kColumns> {
     }
   }
 
-  // Receives a part of c, the columns from column 8·first on.
+  // Loads 64 columns of c, starting with column 8·first, into registers.
   __device__ void accept(int first) {
     ring.wait(fill);
 #pragma unroll
@@ -124,7 +123,7 @@ template <typename T, bool Add> struct Scaled : RoundedSums<T, kColumns> {
     if (slot == kSlots - 1 && more) factors.next(nextRow);
   }
 
-  // Computes the 16 columns from column 8n on, in the chunks at `at`.
+  // Computes 16 columns, starting with column 8n, and writes them to shared memory at `at`.
   __device__ void form(int n, uint32_t at) {
     uint32_t w[2][2];
     if (Add) {
@@ -156,7 +155,7 @@ __device__ inline void run(const Params &p, const TensorMap &x, const TensorMap 
                           [&](int warp) { return Finished<T, Add>(p, y, c, m, warp); });
 }
 
-// For float8, where depth counts pairs of elements.
+// The kernel for float8. Its depth counts pairs of elements.
 template <typename T, bool Add>
 __device__ inline void runScaled(const Params &p, const TensorMap &x, const TensorMap &w, const TensorMap &y, const TensorMap &c,
                                  const TensorMap &, const TensorMap &) {

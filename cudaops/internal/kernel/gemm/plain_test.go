@@ -11,8 +11,8 @@ import (
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// matrix8 uploads a random float8 matrix and row factors between 2⁻⁸ and 2⁸ divided by √d. It also
-// returns the matrix multiplied by its factors.
+// matrix8 uploads a random float8 matrix [rows, d] and a factor for each row, between 2⁻⁸/√d and 2⁸/√d.
+// values is the matrix with each row multiplied by its factor.
 func matrix8(g *kerneltest.Rig, rows, d int) (x, scale gpu.Ptr, values []float64) {
 	g.Helper()
 	of, codes := g.Normal(rows*d, gpu.Float8E4M3, 0)
@@ -29,8 +29,8 @@ func matrix8(g *kerneltest.Rig, rows, d int) (x, scale gpu.Ptr, values []float64
 	return of.Ptr, b.Ptr, values
 }
 
-// TestProductFloat8 compares with float64. It does so row by row, because the rows have different
-// sizes.
+// TestProductFloat8 compares products of float8 matrices with float64 references, row by row, because the
+// magnitudes of the rows differ.
 func TestProductFloat8(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range []Product{{Rows: 1, Columns: 16, D: 400},
@@ -69,8 +69,8 @@ func testProductFloat8(g *kerneltest.Rig, s Product) {
 	})
 }
 
-// checkProduct computes a product without C, with C, and in place. It passes each result to check,
-// and checks that repeated runs give the same bits.
+// checkProduct computes a product without the added matrix C, with C, and with the result overwriting C. It passes
+// each result to check, and requires repeated runs to be bit-identical.
 func checkProduct(g *kerneltest.Rig, a Product, c *kerneltest.Buffer, numbers []float64,
 	check func(what string, y *kerneltest.Buffer)) {
 	g.Helper()
@@ -97,7 +97,7 @@ func checkProduct(g *kerneltest.Rig, a Product, c *kerneltest.Buffer, numbers []
 	}
 }
 
-// TestProduct compares with float64, and checks that C is added before rounding.
+// TestProduct compares products with float64 references, and checks that C is added before the result is rounded.
 func TestProduct(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range []Product{{Rows: 1, Columns: 8, D: 8}, {Rows: 5, Columns: 264, D: 136},
@@ -151,9 +151,9 @@ func testProduct(g *kerneltest.Rig, s Product, dtype gpu.DType) {
 	})
 }
 
-// nearRows compares each row of the float8 product x·wᵀ; x and w have d columns. Rounding to
-// bfloat16 may change a row by 2⁻⁸ of its norm. The sums have fewer bits than float32, which may
-// add an error of 3·10⁻³ of ‖x‖‖w‖/√d, the norm of a row without cancellation.
+// nearRows compares the rows of the float8 product x·wᵀ, where x and w have d columns. It allows each row an error of
+// 2⁻⁸ of its norm for rounding to bfloat16, plus 3·10⁻³ of ‖x‖‖w‖/√d, the norm that a row would have without
+// cancellation. The second term is needed because tensor cores sum float8 products with fewer bits than float32.
 func nearRows(g *kerneltest.Rig, what string, got, want, x, w []float64, d int) {
 	g.Helper()
 	columns := len(w) / d
@@ -168,7 +168,7 @@ func nearRows(g *kerneltest.Rig, what string, got, want, x, w []float64, d int) 
 	}
 }
 
-// TestRoPEProductFloat8 compares with float64.
+// TestRoPEProductFloat8 is TestRoPEProduct for float8 operands.
 func TestRoPEProductFloat8(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range []struct{ batch, seq, heads, kvHeads, headDim, d int }{

@@ -14,6 +14,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
+// TestRoPEProduct compares products whose leading columns are rotated with float64 references, and checks that they are
+// bit-identical to a product followed by a separate rotation.
 func TestRoPEProduct(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range []struct{ batch, seq, heads, kvHeads, headDim, d int }{
@@ -81,8 +83,8 @@ func testRoPEProduct(g *kerneltest.Rig, a RoPEProduct) {
 	}
 }
 
-// turnedProduct gives a product random angles. It returns them along with the expected result for x
-// and w.
+// turnedProduct sets random rotation angles in a. It returns their cosines and sines and the expected
+// result for x and w.
 func turnedProduct(g *kerneltest.Rig, a *RoPEProduct, x, w []float64) (cos, sin *kerneltest.Buffer,
 	want []float64) {
 	g.Helper()
@@ -106,7 +108,7 @@ func turnedProduct(g *kerneltest.Rig, a *RoPEProduct, x, w []float64) (cos, sin 
 	return cos, sin, want
 }
 
-// ropeAngles uploads the table for a RoPEProduct.
+// ropeAngles uploads the table of angles that a RoPEProduct reads.
 func ropeAngles(g *kerneltest.Rig, cos, sin []float64, h int) gpu.Ptr {
 	var narrow [2][]float32
 	for i, wide := range [][]float64{cos, sin} {

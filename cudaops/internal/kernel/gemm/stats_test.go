@@ -15,8 +15,8 @@ import (
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// TestStatisticsProduct compares with float64, and checks that the product has the same bits as a
-// plain product.
+// TestStatisticsProduct compares the statistics that a product computes for attention's backward pass with sums over
+// its rounded results, and checks that the product itself is bit-identical to a plain one.
 func TestStatisticsProduct(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range []struct{ batch, seq, heads, headDim, d int }{
@@ -117,9 +117,9 @@ func requireExponent(g *kerneltest.Rig, m, logL, h, rho float64) {
 		rho)
 }
 
-// TestBackwardStatistics compares the gradients of attention backward passes that get their
-// statistics in different ways. With a separate statistics kernel the bits must be the same as with
-// the pass's own; with a StatisticsProduct they must be close.
+// TestBackwardStatistics compares the gradients of attention for three sources of the backward pass's statistics. The
+// gradients with a separate statistics kernel must be bit-identical to those with the pass's own statistics, and the
+// gradients with a StatisticsProduct must be close to them.
 func TestBackwardStatistics(t *testing.T) {
 	g := newHopperRig(t)
 	for _, headDim := range []int{64, 128} {

@@ -1,21 +1,20 @@
-// Kasmina backward: computes the gradients of x, weights and scales from the gradient g of y, and
-// figures of g for every seed.
+// Kasmina backward: computes the gradients of x, weights and scales from the gradient g of y, and statistics of g for
+// every seed.
 //
 //   g ← g·min(1, limit/(‖g‖ + eps))                     for each row and seed, if there are limits
 //   dx = (1 − α)·g + (∂t/∂x)ᵀ·αg                         for seeds that blend, otherwise g
 //   dweights[slot] = Σ_seeds Σ_rows (∂t/∂w)ᵀ·βg          for seeds that learn: β = α, or 1 in Training
 //   dscales[slot]  = Σ_seeds Σ_rows (∂t/∂a)·βg
 //
-// The figures are the norm, variance and largest magnitude of g before clipping, and the moments of
-// the norms of its rows.
+// The statistics, called figures below, are the norm, variance and largest magnitude of g before clipping, and the mean
+// and variance of the norms of its rows.
 //
-// All this requires only a few sums over rows, whatever the kind. For each column there is a sum of
-// g·m, where m is 1 for Residual, x for AttentionGate and ConvFilter, and x where the relu is open
-// for MLPExpansion. For each seed there are sums of g[i]·x[i−1] and g[i]·x[i−2]. The parameter
-// gradients, including the gradient of the softmax, are linear in these sums and are computed from
-// them afterwards. The sums are added up in a fixed order: over the lanes of a block, over blocks,
+// For all kinds, the parameter gradients, including the gradient of the softmax, are linear in a few sums over rows and
+// are computed from them afterwards. For each column this is the sum of g·m, where m is 1 for Residual, x for
+// AttentionGate and ConvFilter, and x where the relu is active for MLPExpansion. For each seed, these are the sums of
+// g[i]·x[i−1] and g[i]·x[i−2]. The sums are added up in a fixed order: over the lanes of a block, over blocks,
 // and over the seeds of a slot. A block stores its sums in sums [gridDim.y, columns + 2·units].
-// Batches and the slow path are as in kasmina.cu.
+// kasmina.cu describes the batches of rows and the slow path.
 //
 // dx may overwrite g if all threads of a chunk belong to one warp. Elements that neither blend nor
 // are clipped are then not written.
@@ -42,13 +41,13 @@ template <class T, int E> struct Seen {
       s1 += d, s2 = fmaf(d, d, s2);
     }
   }
-  // add without a pivot, given the sum of the squares.
+  // add includes elements without subtracting the pivot, given the sum of their squares.
   __device__ __forceinline__ void add(const float* g, float squares) {
 #pragma unroll
     for (int j = 0; j < E; j++) s1 += g[j];
     s2 += squares;
   }
-  // addTop includes magnitudes: of a row as stored, or the largest of a batch.
+  // addTop includes the magnitudes of a stored row, or the largest magnitude of a batch.
   __device__ __forceinline__ void addTop(const T* stored) {
     if constexpr (pairs) {
       const Pair<T>* raw = reinterpret_cast<const Pair<T>*>(stored);
@@ -92,14 +91,15 @@ __device__ __forceinline__ float squareRoot(float v) {
   return r;
 }
 
-// Manner is how a batch of rows is processed: with clipping, or without it and then with pivots or
-// with no pivots at all.
+// Manner selects how a batch of rows is processed: with clipping (and pivots), without clipping but with pivots, or
+// without both.
 enum Manner { kClips, kPivots, kBare };
 
-// differentiate computes the gradients of a seed's inputs x from the gradients g, and adds to the
-// sums over rows. g1 and g2 are the following gradients and x1 and x2 the preceding inputs, unless
-// the chunk is whole. For Residual x must be 1, because its sums don't involve x. `need` covers at
-// least the seed's own need, including gradients, and is not kNothing.
+// differentiate computes the gradients of a seed's inputs x from the gradients g, and adds to the sums over rows.
+//
+// g1 and g2 are the gradients that follow g, and x1 and x2 are the inputs that precede x; they are not used if the thread
+// has the whole chunk. For Residual, the caller sets x to 1, because its sums don't involve x. `need` must be at least the
+// need of the seed, and not kNothing.
 template <bool careful, bool whole, Need need, int E>
 __device__ __forceinline__ void differentiate(float (&dx)[E], float* acc, float& d1, float& d2, const float* g, const float* x,
                                               float g1, float g2, float x1, float x2, const Seed<E>& s) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ void differentiate(float (&dx)[E], float* acc, float&
   }
 }
 
-// ones sets E elements of a pack to 1, from element `at` on, if wanted.
+// ones sets E elements of a pack to 1, starting with element `at`, if wanted is set.
 template <int E, class T, int N> __device__ __forceinline__ void ones(Pack<T, N>& v, int at, bool wanted) {
   if constexpr (inPairs<T, E>) {
     const Pair<T> one = pairOf<T>(1);
@@ -132,7 +132,7 @@ template <int E, class T, int N> __device__ __forceinline__ void ones(Pack<T, N>
   }
 }
 
-// GradientSums merges records.
+// GradientSums merges the records that Seen::put writes.
 struct GradientSums {
   Sums m, norms;
   float top = 0;
@@ -186,8 +186,8 @@ __device__ __forceinline__ void mergeGradient(float* figures, const float4* reco
     if (norms || f < 3) figures[int64_t(f) * seeds + seed] = out[f];
 }
 
-// sharing is the number of threads of a warp that share a chunk and compute its norm, or 0 if they
-// don't. In that case scale [rows, seeds] holds the clipping factors, or is null for none. records,
+// sharing is the number of threads of a warp that share a chunk and compute its norm together. It is 0 if they do not
+// compute norms, and scale [rows, seeds] then holds the clipping factors, or is null for no clipping. records,
 // [gridDim.y, units] of three float4, may be null in strict mode. Launch: like forward, but with
 // 4·(N + 2·G) bytes of shared memory per thread and, with figures, 48·G more.
 template <class T, int N, int E, bool whole, Mode mode, class Feed>
@@ -620,13 +620,13 @@ FOR_STORAGE_TYPES(DEFINE)
 #undef DEFINE_WIDE
 #undef DEFINE_BACKWARD
 
-// The kernels after a pass first run through an iteration that only loads their code, unless they
-// have more blocks than this. With many blocks, the iteration would cost more than it saves.
+// While a pass is still running, the small kernels that follow it execute one iteration without effect, which loads their
+// code. With more blocks than this, that iteration would cost more than it saves.
 constexpr int kFewBlocks = 128;
 __device__ __forceinline__ bool manyBlocks() { return gridDim.x * gridDim.y * gridDim.z > kFewBlocks; }
 
-// Left is the input of kasmina_gather: the sums [parts, columns] of a pass and its records, unless
-// these are null.
+// Left holds the arguments of kasmina_gather, which are the results that the blocks of a pass have left: sums
+// [parts, columns] and records, both of which may be null.
 struct Left {
   float* total;
   const float* sums;
