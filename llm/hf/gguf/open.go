@@ -35,8 +35,8 @@ func Is(path string) bool {
 }
 
 // Open opens a GGUF file as the folder of a model. It accepts the architectures that [Save] writes, with weights of
-// type f32, f16, bf16 or q8_0, whether Save or llama.cpp wrote the file. The tokenizer must be a byte-level encoding
-// with a pre-tokenizer that Save knows.
+// type f32, f16, bf16 or q8_0, whether Save or llama.cpp wrote the file. The tokenizer must be SentencePiece's byte-pair
+// encoding, or a byte-level encoding with a pre-tokenizer that Save knows.
 //
 // The configuration, the tokenizer and the chat template follow from the metadata of the file. As in llama.cpp, text
 // is not normalized before it is encoded. Weights are converted while they are read; weights of type q8_0 become

@@ -250,6 +250,9 @@ func FuzzOpen(f *testing.F) {
 		require.NoError(f, err)
 		f.Add(text)
 	}
+	text, err := os.ReadFile("testdata/sentencepiece.gguf")
+	require.NoError(f, err)
+	f.Add(text)
 	f.Fuzz(func(t *testing.T, file []byte) {
 		require.NoError(t, os.WriteFile(path, file, 0o666))
 		bounded.Run(t, int64(64*len(file)), func() {

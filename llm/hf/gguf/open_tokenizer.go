@@ -59,6 +59,21 @@ func (p preTokenizer) stages() any {
 		"behavior": "Isolated", "invert": false})
 }
 
+// An encoding is a kind of tokenizer.
+type encoding struct {
+	begin, end int         // ids of the tokens at the start and the end of a text, if the file does not name them; or -1
+	begins     func() bool // whether texts have a start-of-text token unless the file says otherwise
+	complete   func(v *vocabulary, tokenizer map[string]any) error
+}
+
+// encodings returns the encodings by llama.cpp's names for them.
+func (d *document) encodings() map[string]encoding {
+	return map[string]encoding{
+		"gpt2":  {-1, -1, func() bool { return preTokenizers[d.text("tokenizer.ggml.pre")].begin }, d.byteLevel},
+		"llama": {1, 2, func() bool { return true }, d.sentencePiece},
+	}
+}
+
 // A vocabulary has the tokens of a file.
 type vocabulary struct {
 	tokens []string
@@ -72,18 +87,14 @@ func (d *document) tokenizer(size int) (map[string][]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	merges, err := all[string](d, "tokenizer.ggml.merges")
-	if err != nil {
-		return nil, err
-	}
-	pre, ok := preTokenizers[d.text("tokenizer.ggml.pre")]
+	kind, ok := d.encodings()[d.text("tokenizer.ggml.model")]
 	if !ok {
-		return nil, fmt.Errorf("tokenizer.ggml.pre is %.60q, want one of %s", d.text("tokenizer.ggml.pre"),
-			strings.Join(slices.Sorted(maps.Keys(preTokenizers)), ", "))
+		return nil, fmt.Errorf("its tokenizer is %.40q, and only byte-level encodings (gpt2) and SentencePiece's byte-pair "+
+			"encodings (llama) can be read", d.text("tokenizer.ggml.model"))
 	}
 
-	special := func(name string) int { return d.number("tokenizer.ggml."+name+"_token_id", -1) }
-	begin, end, pad := special("bos"), special("eos"), special("padding")
+	special := func(name string, missing int) int { return d.number("tokenizer.ggml."+name+"_token_id", missing) }
+	begin, end, pad := special("bos", kind.begin), special("eos", kind.end), special("padding", -1)
 	for _, id := range []int{begin, end, pad} {
 		if id >= len(v.tokens) {
 			return nil, fmt.Errorf("a special token has the id %d, and the vocabulary has %d tokens", id, len(v.tokens))
@@ -91,14 +102,15 @@ func (d *document) tokenizer(size int) (map[string][]byte, error) {
 	}
 
 	var before, after []int
-	if begin >= 0 && d.bool("tokenizer.ggml.add_bos_token", pre.begin) {
+	if begin >= 0 && d.bool("tokenizer.ggml.add_bos_token", kind.begins()) {
 		before = []int{begin}
 	}
 	if end >= 0 && d.bool("tokenizer.ggml.add_eos_token", false) {
 		after = []int{end}
 	}
-	if d.bool("tokenizer.ggml.add_space_prefix", false) {
-		return nil, errors.New("tokenizer.ggml.add_space_prefix is true, which is not supported for byte-level encodings")
+	tokenizer := v.file(before, after)
+	if err := kind.complete(v, tokenizer); err != nil {
+		return nil, err
 	}
 
 	config := map[string]any{}
@@ -113,7 +125,7 @@ func (d *document) tokenizer(size int) (map[string][]byte, error) {
 
 	texts := map[string][]byte{}
 	for name, content := range map[string]any{
-		"tokenizer.json":         v.file(pre, merges, before, after),
+		"tokenizer.json":         tokenizer,
 		"tokenizer_config.json":  config,
 		"generation_config.json": d.generation(v, begin, end, pad),
 	} {
@@ -126,9 +138,6 @@ func (d *document) tokenizer(size int) (map[string][]byte, error) {
 
 // vocabulary reads the tokens.
 func (d *document) vocabulary(size int) (*vocabulary, error) {
-	if kind := d.text("tokenizer.ggml.model"); kind != "gpt2" {
-		return nil, fmt.Errorf("its tokenizer is %.40q, and only byte-level encodings (gpt2) can be read", kind)
-	}
 	v := &vocabulary{ids: map[string]int{}}
 	var err error
 	if v.tokens, err = all[string](d, "tokenizer.ggml.tokens"); err != nil {
@@ -180,20 +189,14 @@ func (v *vocabulary) ordinary() int {
 	return begin
 }
 
-// file returns the contents of tokenizer.json.
-func (v *vocabulary) file(pre preTokenizer, merges []string, before, after []int) any {
-	vocab, added, ordinary := map[string]int{}, []any{}, v.ordinary()
+// file returns the parts of tokenizer.json that do not depend on the encoding.
+func (v *vocabulary) file(before, after []int) map[string]any {
+	added := []any{}
 	for id, token := range v.tokens {
-		switch v.types[id] {
-		case unused:
-		case control, defined:
+		switch t := v.types[id]; t {
+		case control, defined, unknown:
 			added = append(added, map[string]any{"id": id, "content": token, "single_word": false, "lstrip": false,
-				"rstrip": false, "normalized": false, "special": v.types[id] == control})
-			if id < ordinary {
-				vocab[token] = id
-			}
-		default:
-			vocab[token] = id
+				"rstrip": false, "normalized": false, "special": t != defined})
 		}
 	}
 
@@ -210,14 +213,48 @@ func (v *vocabulary) file(pre preTokenizer, merges []string, before, after []int
 	single = append(single, map[string]any{"Sequence": map[string]any{"id": "A", "type_id": 0}})
 	add(after)
 
-	bytes := map[string]any{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}
-	return map[string]any{"version": "1.0", "added_tokens": added, "pre_tokenizer": pre.stages(),
+	return map[string]any{"version": "1.0", "added_tokens": added,
 		"post_processor": map[string]any{"type": "TemplateProcessing", "single": single, "pair": single,
-			"special_tokens": specials},
-		"decoder": bytes,
-		"model": map[string]any{"type": "BPE", "fuse_unk": false, "byte_fallback": false, "ignore_merges": pre.whole,
-			"vocab": vocab, "merges": merges},
+			"special_tokens": specials}}
+}
+
+// vocab returns the ids of the tokens, except added tokens at the end of the vocabulary.
+func (v *vocabulary) vocab() map[string]int {
+	vocab, ordinary := map[string]int{}, v.ordinary()
+	for id, token := range v.tokens {
+		switch v.types[id] {
+		case unused:
+		case control, defined:
+			if id < ordinary {
+				vocab[token] = id
+			}
+		default:
+			vocab[token] = id
+		}
 	}
+	return vocab
+}
+
+// byteLevel completes a tokenizer.json for a byte-level encoding.
+func (d *document) byteLevel(v *vocabulary, t map[string]any) error {
+	merges, err := all[string](d, "tokenizer.ggml.merges")
+	if err != nil {
+		return err
+	}
+	pre, ok := preTokenizers[d.text("tokenizer.ggml.pre")]
+	if !ok {
+		return fmt.Errorf("tokenizer.ggml.pre is %.60q, want one of %s", d.text("tokenizer.ggml.pre"),
+			strings.Join(slices.Sorted(maps.Keys(preTokenizers)), ", "))
+	}
+	if d.bool("tokenizer.ggml.add_space_prefix", false) {
+		return errors.New("tokenizer.ggml.add_space_prefix is true, which is not supported for byte-level encodings")
+	}
+
+	t["pre_tokenizer"] = pre.stages()
+	t["decoder"] = map[string]any{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}
+	t["model"] = map[string]any{"type": "BPE", "fuse_unk": false, "byte_fallback": false, "ignore_merges": pre.whole,
+		"vocab": v.vocab(), "merges": merges}
+	return nil
 }
 
 // templates adds the chat templates to tokenizer_config.json.

@@ -17,6 +17,7 @@ import (
 // The types of tokens.
 const (
 	normal  = 1
+	unknown = 2
 	control = 3
 	defined = 4 // by the user
 	unused  = 5
