@@ -87,6 +87,21 @@ type checked struct {
 	Warnings  int `json:"warnings"`
 }
 
+// openExamples opens a file of examples and returns its size.
+func openExamples(path string) (file *os.File, size int64, err error) {
+	if file, err = os.Open(path); err != nil {
+		return nil, 0, err
+	}
+	info, err := file.Stat()
+	if err == nil && info.IsDir() {
+		err = fmt.Errorf("%s is a folder: name a file of JSON Lines", path)
+	}
+	if err != nil {
+		return nil, 0, errors.Join(err, file.Close())
+	}
+	return file, info.Size(), nil
+}
+
 func (o *dataCheck) run(c *cobra.Command, path string) error {
 	if o.show < 0 || o.listing < 0 || o.seq < 0 {
 		return errors.New("--seq, --show and --list must not be negative")
@@ -97,21 +112,16 @@ func (o *dataCheck) run(c *cobra.Command, path string) error {
 		return err
 	}
 
-	file, err := os.Open(path)
+	file, size, err := openExamples(path)
 	if err != nil {
 		return err
 	}
 	defer file.Close()
 
-	info, err := file.Stat()
-	if err != nil {
-		return err
-	}
-
 	at, erase := bar(c.ErrOrStderr(), "checking", true)
 	counted := &countingReader{r: file}
 	report, err := e.Check(counted, path, func(int) error {
-		at(counted.n, info.Size())
+		at(counted.n, size)
 		return c.Context().Err()
 	})
 	erase()

@@ -66,6 +66,7 @@ type finetuneOptions struct {
 	retentionOptions
 
 	epochs    int
+	short     bool // the examples are so few that --epochs takes fewer than fewSteps steps
 	heldShare float64
 	prompts   []string
 
@@ -345,7 +346,7 @@ func (o *finetuneOptions) read(c *cobra.Command, f *hf.Folder) (*tuningData, err
 
 // report checks the data, and returns an error if there are problems.
 func (o *finetuneOptions) report(ctx context.Context, e *chatdata.Encoder) (*chatdata.Report, error) {
-	file, err := os.Open(o.data)
+	file, _, err := openExamples(o.data)
 	if err != nil {
 		return nil, fmt.Errorf("--data: %w", err)
 	}
@@ -488,8 +489,12 @@ func (o *finetuneOptions) choose(d *tuningData) {
 	if o.train.Steps == 0 {
 		rows, perStep := len(chatdata.Pack(d.lengths(d.learn), o.seq)), o.train.Batch*o.train.Accumulate
 		o.train.Steps = max(1, (o.epochs*rows+perStep-1)/perStep)
+		o.short = o.train.Steps < fewSteps
 	}
 }
+
+// fewSteps is the number of steps below which a run hardly changes a model.
+const fewSteps = 20
 
 // dateNote is the name of the note in a checkpoint that has the date for chat templates.
 const dateNote = "date"
@@ -724,6 +729,10 @@ func (o *finetuneOptions) print(w io.Writer, t *llm.Trainer, l *chatdata.Loader,
 	fmt.Fprintf(w, "settings  adamw without weight decay, learning rate %.3g (%s of warmup, then linear to 0), "+
 		"gradients clipped to a norm of %v, %s of %s, seed %d\n", o.lr, plural(o.warmupSteps(), "step"), o.train.Clip,
 		plural(o.train.Steps, "step"), plural(o.train.Batch*o.train.Accumulate, "sequence"), o.seed)
+	if o.short {
+		fmt.Fprintf(w, "note      %s may be too few to learn the examples: for more, raise --epochs, or lower --batch and "+
+			"--accumulate\n", plural(o.train.Steps, "step"))
+	}
 	printPlan(w, t, o.gpus)
 }
 

@@ -307,6 +307,7 @@ func TestFinetunePrints(t *testing.T) {
 		"--device", "cpu", "--epochs", "1", "--prompt", "Permission 3 is ")
 	for _, want := range []string{"40 examples, 2 examples held out", "lora of rank 16, alpha 32 and dropout 0 on 14 linear layers",
 		"learning rate 0.0002", "then linear to 0", "without weight decay", "of 8 sequences, seed 1", "assistant: ",
+		"may be too few to learn the examples: for more, raise --epochs",
 		"saved     the adapters in"} {
 		require.Contains(t, told, want)
 	}

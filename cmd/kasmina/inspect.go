@@ -12,7 +12,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kasmina-go/kasmina/internal/safetensors"
-	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/hf/gguf"
 	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
 	"github.com/kasmina-go/kasmina/optim"
@@ -52,7 +51,7 @@ func (o *common) inspect(w io.Writer) error {
 		return inspectFile(w, o.model)
 	}
 
-	f, err := hf.Open(o.model)
+	f, err := openFolder(o.model)
 	if err != nil {
 		return err
 	}

@@ -26,6 +26,7 @@ import (
 	"io"
 	"os"
 	"regexp"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -41,7 +42,10 @@ func main() {
 	manage(root, os.Args[1:], stderr)
 
 	c, err := root.ExecuteC()
-	silent := errors.As(err, new(launch.Interruption)) && !saves(c) // nothing is lost
+	silent := errors.As(err, new(launch.Interruption)) && !saves(c)    // nothing is lost
+	if err != nil && strings.HasPrefix(err.Error(), "required flag") { // by cobra
+		err = flagError(c, err)
+	}
 	if err != nil && !silent {
 		fmt.Fprintln(stderr, "kasmina:", err)
 	}

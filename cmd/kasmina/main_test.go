@@ -375,7 +375,12 @@ func TestErrors(t *testing.T) {
 		"eval --model " + tiny + " --data " +
 			empty: "no token can be scored",
 		"eval --model " + tiny + " --data none": "no such file",
-		"eval --model none --data " + license:   "no such file",
+		"eval --model none --data " + license:   "no such file or directory: name a folder with config.json, or a GGUF file",
+		"eval --model some/model --data x": "first run hf download some/model --local-dir model, and name that " +
+			"folder",
+		"inspect some/model":                            "hf download some/model",
+		"finetune -m " + tiny + " -d " + tiny + " -o x": "--data: " + tiny + " is a folder: name a file of JSON Lines",
+		"data check " + tiny + " -m " + tiny:            tiny + " is a folder: name a file of JSON Lines",
 		"eval --model " + tiny +
 			" --data x --seq 1": "--seq is 1, want at least 2",
 		"eval --model " + tiny +

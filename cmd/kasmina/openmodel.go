@@ -4,8 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
+	"regexp"
+	"slices"
 
 	"github.com/spf13/cobra"
 
@@ -43,6 +46,9 @@ func (m *openedModel) merges() bool {
 // openFolder opens a model's folder, or a GGUF file.
 func openFolder(path string) (*hf.Folder, error) {
 	info, err := os.Stat(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, missingModel(path, err)
+	}
 	if err != nil || !info.Mode().IsRegular() {
 		return hf.Open(path)
 	}
@@ -51,6 +57,40 @@ func openFolder(path string) (*hf.Folder, error) {
 			path)
 	}
 	return gguf.Open(path)
+}
+
+// hubName matches the names of models on Hugging Face's hub.
+var hubName = regexp.MustCompile(`^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$`)
+
+// missingModel returns the error for the path of a model that does not exist.
+func missingModel(path string, err error) error {
+	err = fmt.Errorf("--model: %w: name a folder with config.json, or a GGUF file", err)
+	if hubName.MatchString(path) {
+		err = fmt.Errorf("%w. Models are not downloaded; for one of Hugging Face's hub, first run "+
+			"hf download %s --local-dir %s, and name that folder", err, path, filepath.Base(path))
+	}
+	return err
+}
+
+// checkNames returns an error if two adapters would have the same name as models, or the name of the model itself.
+func (m *openedModel) checkNames() error {
+	if m.adapted {
+		return nil
+	}
+	names := []string{m.Name()}
+	for _, path := range m.dirs {
+		dir, err := filepath.Abs(path)
+		if err != nil {
+			return fmt.Errorf("--adapter: %w", err)
+		}
+		name := filepath.Base(dir)
+		if slices.Contains(names, name) {
+			return fmt.Errorf("--adapter: %s would be another model with the name %s, which comes from the folder: "+
+				"rename the folder", path, name)
+		}
+		names = append(names, name)
+	}
+	return nil
 }
 
 // openModel opens --model and reads the adapters. --model may also name adapters, which name their model.

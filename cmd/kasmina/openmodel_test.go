@@ -169,7 +169,7 @@ func TestAdapterOptionErrors(t *testing.T) {
 		"has no adapter_config.json: name a folder":   {"generate", "-m", tiny, "--adapter", tiny, "-p", "a"},
 		"some/model, which is not a folder":           {"generate", "-m", lost, "-p", "a"},
 		"adapter 0: it changes the embedding or the":  {"serve", "--addr", "127.0.0.1:0", "-m", tiny, "--adapter", adapters[2]},
-		"two models have the name \"lora\"":           {"serve", "--addr", "127.0.0.1:0", "-m", tiny, "--adapter", adapters[0], "--adapter", adapters[0]},
+		"another model with the name lora, which":     {"serve", "--addr", "127.0.0.1:0", "-m", tiny, "--adapter", adapters[0], "--adapter", adapters[0]},
 		"download it, or name its folder with --mode": {"convert", "-m", lost, "-o", filepath.Join(t.TempDir(), "out")},
 	} {
 		if args[0] != "convert" {

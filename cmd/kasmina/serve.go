@@ -125,6 +125,9 @@ func (o *serveOptions) run(c *cobra.Command) error {
 		return err
 	}
 	defer f.Close()
+	if err := f.checkNames(); err != nil {
+		return err
+	}
 
 	if o.context > f.Config.Seq {
 		return fmt.Errorf("--context is %d, and the model has a context of %d tokens", o.context,

@@ -152,6 +152,7 @@ func TestProblems(t *testing.T) {
 		`{"question": "a"}`:                                                     `no format has the members "question"`,
 		`{}`:                                                                    "empty",
 		`3`:                                                                     "not a JSON object",
+		`Once upon a time`:                                                      `plain text can be the value of "text"`,
 		`{"text": "a"`:                                                          "not valid JSON",
 		`{`:                                                                     "spread over several lines",
 		`[{"text": "a"}]`:                                                       "JSON array",

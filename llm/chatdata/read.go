@@ -138,6 +138,9 @@ func (x *Example) notAnObject(line []byte, err error) *Problem {
 		return x.problem(layouts, "the line is not a JSON object")
 	}
 
+	if line[0] != '{' {
+		return x.problem(layouts+"; plain text can be the value of \"text\"", "the line is not a JSON object")
+	}
 	return x.problem("check the quotes, commas and braces of this line", "the line is not valid JSON (%v)",
 		err)
 }

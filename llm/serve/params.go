@@ -67,7 +67,15 @@ func (p *params) number(name string, usual, low, high float64) float64 {
 
 // integer is like number, for integers.
 func (p *params) integer(name string, usual, low, high int) int {
-	x := p.number(name, float64(usual), float64(low), float64(high))
+	x := float64(usual)
+	p.decode(name, "an integer", &x)
+	if p.has(name) && !(x >= float64(low) && x <= float64(high)) {
+		want := fmt.Sprintf("from %d to %d", low, high)
+		if high == math.MaxInt32 { // which is no limit in practice
+			want = fmt.Sprintf("of at least %d", low)
+		}
+		p.fail(name, "it is %v, want an integer %s", x, want)
+	}
 	if x != math.Trunc(x) {
 		p.fail(name, "it is %v, want an integer", x)
 	}

@@ -953,3 +953,20 @@ func TestBareCalls(t *testing.T) {
 	require.Equal(t, "tool_calls", a.at("choices.0.finish_reason"))
 	require.Equal(t, "g", a.at("choices.0.message.tool_calls.0.function.name"))
 }
+
+// TestLimitsInErrors checks that errors about numbers say what is allowed.
+func TestLimitsInErrors(t *testing.T) {
+	c := serve(t, &fake{answer: says("ok")}, Options{})
+	for more, want := range map[string]string{
+		`"max_tokens":0`: "it is 0, want an integer of at least 1",
+		`"n":1000`:       "it is 1000, want an integer from 1 to 128",
+		`"top_p":2`:      "it is 2, want a number from 0 to 1",
+	} {
+		response, err := http.Post(c.url+chatPath, "application/json", strings.NewReader(with(more)))
+		require.NoError(t, err)
+		text, err := io.ReadAll(response.Body)
+		require.NoError(t, err)
+		require.NoError(t, response.Body.Close())
+		require.Contains(t, string(text), want)
+	}
+}
