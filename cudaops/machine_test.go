@@ -960,7 +960,7 @@ func valueless(t *testing.T, m *llm.Model, kind llm.GraphKind, p Precision) (*ll
 	}
 }
 
-// TestFrozen checks that frozen parameters give the same bits with less memory. It covers parameters with
+// TestFrozen checks that freezing parameters saves memory and changes no bit of the results. It covers parameters with
 // values, parameters read in several types, and parameters shared with another machine.
 func TestFrozen(t *testing.T) {
 	onEach(t, testFrozen, exactly("fake", "float32", "bfloat16"))

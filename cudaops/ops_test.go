@@ -465,7 +465,7 @@ func mixedBlock(l *state.Lattice) blockFunc {
 	}
 }
 
-// TestRecompute checks that recomputed blocks, also nested ones, give the same bits of loss, gradients
+// TestRecompute checks that recomputed blocks, also nested ones, change no bit of loss, gradients
 // and telemetry.
 func TestRecompute(t *testing.T) {
 	onEach(t, testRecompute, exactly("fake", "float32", "bfloat16", "scaled"))
@@ -600,7 +600,7 @@ func TestKeptForBackward(t *testing.T) {
 	require.Less(t, got, 1.01*want)
 }
 
-// TestRecomputeModel checks that a model has the same bits with and without recomputed blocks.
+// TestRecomputeModel checks that a model with recomputed blocks is bit-identical to one without.
 func TestRecomputeModel(t *testing.T) {
 	onEach(t, testRecomputeModel, exactly("fake", "float32", "bfloat16", "scaled"))
 }
@@ -1965,7 +1965,7 @@ func TestFloat8UploadFails(t *testing.T) {
 	require.Equal(t, want.Data(), got.Data())
 }
 
-// TestFloat8Recomputed checks that recomputed blocks give the same bits of loss and gradients.
+// TestFloat8Recomputed checks that recomputed blocks change no bit of loss and gradients.
 func TestFloat8Recomputed(t *testing.T) {
 	test := func(t *testing.T, device *Device, dim int, opts ...MachineOption) {
 		var results [2][]float32

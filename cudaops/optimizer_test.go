@@ -857,7 +857,7 @@ func requireSame(t *testing.T, want, got []string, format string, args ...any) {
 	}
 }
 
-// TestRanksOneRound checks that two GPUs with one round per step have the same bits as one GPU with two
+// TestRanksOneRound checks that two GPUs with one round per step are bit-identical to one GPU with two
 // rounds, also if the update does not wait for the losses. With one round, AdamW's update reads the
 // gradients of both GPUs.
 func TestRanksOneRound(t *testing.T) {

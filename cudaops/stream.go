@@ -68,7 +68,7 @@ type StreamOptions struct {
 //
 // If the persistent kernel cannot compute a batch, a [Machine] does, with launches and later with a
 // captured graph. Without a GPU, a cpuops.Machine computes all batches. On a GPU, outputs and telemetry
-// have the same bits either way. [Stream.Fallback] returns the reason for a fallback. The persistent
+// are bit-identical either way. [Stream.Fallback] returns the reason for a fallback. The persistent
 // kernel requires
 //   - at most 16 layers, none of them in strict mode,
 //   - chunks of the same kind in all layers: chunks of 4 features, chunks that are a multiple of 16 bytes,

@@ -152,7 +152,7 @@ func (m *Machine) Ceiling() (c optime.Ceiling, err error) {
 // [Machine.Monitor] returns the times.
 //
 // In a timed run, each pass of a Kasmina layer that records telemetry is also run without it, so that the
-// lattice's report can state the cost of telemetry. If timing would take more than 0.4 % of the time,
+// lattice's report can state the cost of telemetry. If timing would take more than 0.4% of the time,
 // fewer runs are timed.
 //
 // An op that takes much longer than when it was tuned is logged as a warning.

@@ -762,7 +762,7 @@ func TestKeepNeedsOptimizer(t *testing.T) {
 	require.NoError(t, kept.Close())
 }
 
-// TestKeepSameBits checks that a run has the same bits whether engines pass parameters and moments on
+// TestKeepSameBits checks that a run is bit-identical whether engines pass parameters and moments on
 // within the device or through the host.
 func TestKeepSameBits(t *testing.T) {
 	for name, o := range map[string]func() optim.Optimizer{

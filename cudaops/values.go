@@ -229,7 +229,7 @@ func (m *Machine) Upload(params ...*gorgonia.Node) (err error) {
 		inputs = append(inputs, i)
 	}
 
-	fromHost := func(*program.Input) *run.KeptParam { return nil } // no input has its value on the device
+	fromHost := func(*program.Input) *run.KeptParam { return nil } // read every value from the host
 	return m.runner.Inputs.SendSome(inputs, fromHost)
 }
 
@@ -353,7 +353,7 @@ func setOptimizerState(optimizer *update.Optimizer, fetch func(param, moment int
 	}
 
 	slices.SortFunc(state, func(a, b optim.Tensor) int { return cmp.Compare(a.Name, b.Name) })
-	// Names and shapes are right, so SetState can only refuse numbers that are not finite.
+	// Names and shapes are right, so SetState can only reject numbers that are not finite.
 	if err := optimizer.SetState(state); err != nil {
 		return fmt.Errorf("%w: %w", ErrNonFinite, err)
 	}
@@ -367,8 +367,8 @@ type Kept struct{ memory *run.Kept }
 
 // CloseKept closes the machine, but keeps the parameters and their optimizer state on the device. The
 // machine must have an optimizer, must not be one of several ranks, and must own the memory of its
-// parameters and share it with no other machine. Otherwise the error says why, and nothing changes. After
-// any other error all memory has been freed.
+// parameters and share it with no other machine. If one of these conditions is violated, nothing changes. After any other
+// error, all memory has been freed.
 func (m *Machine) CloseKept() (_ *Kept, err error) {
 	defer annotate("Machine.CloseKept", &err)
 	optimizer, err := optimizerOf(m)
@@ -412,12 +412,12 @@ func (k *Kept) Close() (err error) {
 }
 
 // WithKept makes parameters start with the values and optimizer state of a machine that was closed by
-// [Machine.CloseKept]. The map from gives, for the name of a parameter of this machine, its name in the
-// closed machine.
+// [Machine.CloseKept]. from maps the names of this machine's parameters to their names in the closed
+// machine.
 //
-// The first machine parameter to use a value takes over its memory; further ones get a copy, made on the
-// device. Parameters that from does not name start with their nodes' values, and with the state that the
-// first optimizer has for them.
+// The first parameter that uses a kept value takes over its memory, and further parameters receive a copy made on
+// the device. Parameters that from does not name start with the values of their nodes, and with the state that
+// the machine's first optimizer has for them.
 //
 // A machine that is closed before k returns the memory to k, with its present contents.
 func WithKept(k *Kept, from map[string]string) MachineOption {

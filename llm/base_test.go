@@ -38,7 +38,7 @@ func omitting(t *testing.T) map[string]func(seed uint64) *Trainer {
 }
 
 // TestOmitBase checks that a checkpoint contains only the trained parameters, that a run continues from it bit
-// for bit, and that it is refused with another model.
+// for bit, and that it is rejected with another model.
 func TestOmitBase(t *testing.T) {
 	for name, make := range omitting(t) {
 		t.Run(name, func(t *testing.T) {

@@ -226,7 +226,7 @@ func TestFrozenMerge(t *testing.T) {
 }
 
 // TestFrozenResume checks that a run on frozen weights continues bit for bit, from a checkpoint without these
-// weights, and that a model with weights of another type is refused.
+// weights, and that a model with weights of another type is rejected.
 func TestFrozenResume(t *testing.T) {
 	c := maskedConfig()
 	make := func(typ cpuops.WeightType) *Trainer {

@@ -2,19 +2,19 @@ package llm
 
 import "slices"
 
-// A lookup proposes how a text continues: as it did after an earlier occurrence of its last tokens (prompt
-// lookup). Proposals only save passes. A token is drawn from the logits that follow the actual text, so it is the
-// same with and without them.
+// A lookup proposes continuations of a text: the tokens that followed an earlier occurrence of its last tokens (prompt
+// lookup). A pass computes the logits after all proposed tokens at once, so that correct proposals save passes. Proposals
+// do not change the text, because every token is drawn from the logits that follow the actual text.
 type lookup struct {
 	most  int // largest number of proposed tokens
 	count int // number of tokens to propose next
 	pause int // number of tokens before the next proposal
 	waits int // number of tokens to pause after the next failure
 
-	text   []int // of the last pass, with the proposed tokens
-	seen   uint64
-	ahead  []any // logits after the proposed tokens
-	served int   // number of tokens of the last proposal that turned out right
+	text   []int  // of the last pass, with the proposed tokens
+	seen   uint64 // number of changes of the model before the last pass
+	ahead  []any  // logits after the proposed tokens
+	served int    // number of tokens of the last proposal that turned out right
 }
 
 const (
@@ -23,14 +23,15 @@ const (
 	longestPause  = 64
 )
 
+// newLookup returns a lookup that proposes at most the given number of tokens.
 func newLookup(most int) *lookup {
 	return &lookup{most: most, count: min(most, firstProposal), waits: 1}
 }
 
-// logits returns the logits after a text if the last pass has computed them. Seen counts the changes of the
-// model.
+// logits returns the logits after a text if the last pass has computed them. seen is the number of changes of the model so
+// far.
 func (l *lookup) logits(tokens []int, seen uint64) (any, bool) {
-	first := len(l.text) - len(l.ahead) + 1 // tokens before the first of the logits
+	first := len(l.text) - len(l.ahead) + 1 // number of tokens before the first stored logits
 	i := len(tokens) - first
 	if l.seen != seen || i < 0 || i >= len(l.ahead) || !slices.Equal(l.text[:len(tokens)], tokens) {
 		return nil, false
@@ -51,10 +52,11 @@ func (l *lookup) propose(tokens []int, limit int) []int {
 	if end < 1 {
 		return nil
 	}
+
 	last := tokens[end:]
 	for at := end - 1; at >= 0; at-- {
 		if tokens[at+2] == last[2] && tokens[at+1] == last[1] && tokens[at] == last[0] {
-			// A text with a short period goes on with it.
+			// Beyond the end of the text, repeat the continuation, as if the text were periodic.
 			next := tokens[at+matchedTokens:]
 			proposed := make([]int, min(l.count, limit))
 			for i := range proposed {
@@ -83,7 +85,7 @@ func (l *lookup) learn() {
 	l.served = 0
 }
 
-// record keeps the logits after proposed tokens. The text includes these tokens.
+// record stores the logits after each proposed token. text includes these tokens.
 func (l *lookup) record(text []int, ahead []any, seen uint64) {
 	l.text, l.ahead, l.seen, l.served = text, ahead, seen, 0
 }

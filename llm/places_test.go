@@ -8,7 +8,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 )
 
-// TestLattices checks that the place of every seed is named, and that the seeds of a block are grouped.
+// TestLattices checks the names of all lattices and seeds, and that the seeds at the weights of a block form a group.
 func TestLattices(t *testing.T) {
 	c := Config{Layers: 3, Kasmina: []int{0, 2}, Streams: []int{1}, Depth: 2}
 	c.Weights = c.WeightSites("q", "down", "head")

@@ -112,7 +112,7 @@ func TestPreferencePairs(t *testing.T) {
 }
 
 // TestPreferencesResume checks that a resumed run continues bit for bit, with the references of its first
-// step, and that a run without them is refused.
+// step, and that a run without them is rejected.
 func TestPreferencesResume(t *testing.T) {
 	for name, m := range preferenceModels(t) {
 		t.Run(name, func(t *testing.T) {

@@ -89,7 +89,7 @@ func TestChat(t *testing.T) {
 	}
 	require.Less(t, len(talk.messages), 12)
 
-	// A message that is too long is refused, and the conversation goes on.
+	// A message that is too long is rejected, and the conversation goes on.
 	talk, p, out = newTalk(t, 100)
 	require.NoError(t, talk.run(t.Context(), strings.NewReader(strings.Repeat("long ", 100)+"\nshort\n")))
 	require.Equal(t, "\nAye\n", out.String())

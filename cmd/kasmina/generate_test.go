@@ -115,7 +115,7 @@ func TestSaveIsCheckedFirst(t *testing.T) {
 	}
 }
 
-// TestJSONSchema checks that generated texts and answers match a schema, and that an unsupported one is refused.
+// TestJSONSchema checks that generated texts and answers match a schema, and that an unsupported one is rejected.
 func TestJSONSchema(t *testing.T) {
 	schema := filepath.Join(t.TempDir(), "schema.json")
 	require.NoError(t, os.WriteFile(schema, []byte(`{"type":"object","properties":{"size":{"enum":["small","large"]},`+

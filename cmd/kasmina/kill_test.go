@@ -137,7 +137,7 @@ func (r *killedRun) command(t *testing.T, out string, env ...string) *exec.Cmd {
 	return c
 }
 
-// killedRuns are short runs of all kinds. Runs on two ranks must end with the same bits as on one. Runs
+// killedRuns are short runs of all kinds. Runs on two ranks must be bit-identical to runs on one. Runs
 // with adapters have one rank, because listening to gradients is not possible with several.
 func killedRuns() []*killedRun {
 	plain := []string{"--steps", "12", "--batch", "1", "--accumulate", "2", "--save-every", "3",

@@ -171,7 +171,7 @@ func TestTrainGPUs(t *testing.T) {
 	sameRun(t, alone, together)
 }
 
-// TestAdaptersNeedOneProcess checks that adapters are refused before several processes start to train, whether
+// TestAdaptersNeedOneProcess checks that adapters are rejected before several processes start to train, whether
 // --gpus or a launcher starts them.
 func TestAdaptersNeedOneProcess(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "out")

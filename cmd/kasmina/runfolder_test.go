@@ -47,7 +47,7 @@ func stderrOf(t *testing.T, args ...string) string {
 }
 
 // TestFinishedRun checks that the command of a finished run reports this and changes nothing, and that
-// different commands for its folder are refused.
+// different commands for its folder are rejected.
 func TestFinishedRun(t *testing.T) {
 	out := filepath.Join(t.TempDir(), "out")
 	stderrOf(t, short(out)...)
@@ -119,7 +119,7 @@ func TestOtherOptions(t *testing.T) {
 	require.NoError(t, err)
 }
 
-// TestOtherText checks that a run is refused if its text has changed, that it continues with --resume,
+// TestOtherText checks that a run is rejected if its text has changed, that it continues with --resume,
 // and that it keeps its position if the text is the same.
 func TestOtherText(t *testing.T) {
 	text := filepath.Join(t.TempDir(), "text.txt")
@@ -148,7 +148,7 @@ func TestOtherText(t *testing.T) {
 	require.Equal(t, want, got, "--resume of an unchanged run")
 }
 
-// TestForeignFolders checks that folders with foreign files are refused before anything is written, and
+// TestForeignFolders checks that folders with foreign files are rejected before anything is written, and
 // that files which appear during a run stay.
 func TestForeignFolders(t *testing.T) {
 	for _, name := range []string{"notes.txt", filepath.Join(runFolder, "notes.txt"),

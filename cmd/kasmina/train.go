@@ -97,14 +97,14 @@ is trained on the same text, unless --tokenizer names one.
 The folder --out receives the trained model, in the format of transformers. Its subfolder run holds the
 last checkpoint, with the optimizer's state, and the log.
 
-If a run was interrupted or killed, the same command continues it with the same bits as without the
-interruption. Once the run has finished, the command says so and does nothing.
+If a run was interrupted or killed, the same command continues it, and the result is bit-identical to
+that of an uninterrupted run. Once the run has finished, the command says so and does nothing.
 
 With --resume, only --out is required, and all other options keep their values unless they are given.
 So the run can continue with another learning rate, number of steps or text. More --steps also extend a
 finished run.
 
-With --gpus, one process per GPU takes part in the run, and the result has the same bits as with one
+With --gpus, one process per GPU takes part in the run, and the result is bit-identical to that of a single
 process. Processes started by torchrun, srun or a Kubernetes operator find each other.
 
 With --grow, the model receives more blocks during training. With --adapters, the weights are frozen,

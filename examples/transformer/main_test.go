@@ -74,7 +74,7 @@ func (c endsInTraining) Err() error {
 	return nil
 }
 
-// TestResume checks that an interrupted run, when continued, has the same bits as a run without the
+// TestResume checks that an interrupted and continued run is bit-identical to a run without the
 // interruption.
 func TestResume(t *testing.T) {
 	text, whole, parts := small(t), t.TempDir(), t.TempDir()

@@ -6,27 +6,27 @@ import (
 	"sync/atomic"
 )
 
-// team is one call of Parallel with the goroutines that work on it. Teams and goroutines are kept
-// for later calls, so that the steady state allocates nothing.
+// team is one call of Parallel together with the goroutines that work on it: the caller, which is the leader, and its
+// helpers. Teams and helpers are reused by later calls, so that in the steady state nothing is allocated.
 type team struct {
 	f        func(lo, hi int)
 	n, grain int
 	parts    []part
 	joined   atomic.Int32          // number of helpers that have started
-	helpers  atomic.Int32          // number of working helpers; plus closed, and asleep while the leader sleeps
+	helpers  atomic.Int32          // number of working helpers, with the flags closed and asleep
 	wake     chan struct{}         // from the last helper to a sleeping leader
 	panicked atomic.Pointer[Panic] // a helper's panic; such a team is not used again
 }
 
 const (
-	closed = 1 << 29 // all spans have started, so late helpers are turned away and not waited for
-	asleep = 1 << 30
+	closed = 1 << 29 // all spans have started, so helpers can no longer join
+	asleep = 1 << 30 // the leader sleeps, and the last helper must wake it
 )
 
-// part is a share of the spans, one for the leader and one for each helper. Workers that have
-// finished their own part continue with the remaining parts. The leader has the first part and, on
-// two cores, the second part always goes to the same helper. If the same rows are split, a core
-// therefore mostly reads its own results of the previous call.
+// part is one worker's share of the spans. A worker that has finished its own part continues with the parts of others.
+//
+// The leader has the first part and, on two cores, the second part always goes to the same helper. If consecutive calls
+// divide the same rows, each core therefore mostly reads data that it has written itself.
 type part struct {
 	next atomic.Int64 // next span to run
 	end  int64
@@ -51,24 +51,24 @@ func (t *team) divide(n, grain, workers int, f func(lo, hi int)) {
 	t.helpers.Store(0) // opens the team, even to helpers recruited for an earlier call
 }
 
-// Waking a sleeping thread takes tens of microseconds, longer than many kernels. Idle helpers, at
-// most as many as there are cores, therefore keep looking for work before they sleep, and leaders
-// poll for the completion of their helpers' work. A total of rounds pauses lasts about 50
-// microseconds.
+// rounds is the number of pauses, about 50 microseconds in total, for which idle helpers poll for work before they sleep,
+// and leaders poll for the end of their helpers' work. Waking a sleeping thread would take tens of microseconds, which is
+// longer than many calls.
 const rounds = 1000
 
 var (
 	teams    = sync.Pool{New: func() any { return &team{wake: make(chan struct{}, 1)} }}
-	hired    atomic.Int32                   // number of helpers
-	lookouts atomic.Int32                   // number of helpers that are looking for work and have not been claimed
-	offers   = make(chan *team, maxHelpers) // to helpers that are looking
+	hired    atomic.Int32                   // number of helper goroutines
+	lookouts atomic.Int32                   // number of helpers that poll for work and have not been claimed
+	offers   = make(chan *team, maxHelpers) // to helpers that poll
 	idle     = make(chan *team)             // to a sleeping helper
 	queue    = make(chan *team, queued)     // to the next helper that finishes work for another team
 )
 
 const (
 	maxHelpers = 1024
-	// If other processes occupy the cores, calls end before helpers get to their queued teams.
+	// The queue is this long because calls often end before a helper takes their team from it, if other processes occupy
+	// the cores.
 	queued = 64
 )
 

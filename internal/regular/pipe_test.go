@@ -11,8 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestPipe opens a named pipe without a writer, including a pipe that replaces a file at the last
-// moment.
+// TestPipe checks that Open and Append reject a named pipe, and that opening one for reading does not block, as when a
+// pipe replaces a regular file just before it is opened.
 func TestPipe(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "pipe")
 	require.NoError(t, syscall.Mkfifo(path, 0o666))

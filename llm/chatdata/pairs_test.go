@@ -19,13 +19,13 @@ func answer(line, first, prompt, learned int) Sequence {
 	return s
 }
 
-// fewPairs returns three pairs, of 3+5, 2+6 and 8+6 tokens in a row.
+// fewPairs returns three pairs with different numbers of prompt and answer tokens.
 func fewPairs() []Sequence {
 	return []Sequence{answer(1, 10, 2, 2), answer(1, 20, 2, 4), answer(2, 30, 2, 1), answer(2, 40, 2, 5),
 		answer(3, 50, 3, 6), answer(3, 60, 3, 4)}
 }
 
-// sumOfAnswer adds up values over the tokens of each answer, by its number.
+// sumOfAnswer returns, for the number of each answer in b, the sum of values over the answer's tokens.
 func sumOfAnswer(b data.Batch, values func(i int) float64) map[int]float64 {
 	sums := map[int]float64{}
 	for i, a := range b.Answers {
@@ -36,8 +36,8 @@ func sumOfAnswer(b data.Batch, values func(i int) float64) map[int]float64 {
 	return sums
 }
 
-// TestPairs checks that batches tell apart the answers of their pairs, with exact references, in training
-// and in evaluations.
+// TestPairs checks that batches assign each token to the right answer of the right pair and contain the exact references,
+// both in training and in evaluations. An evaluation may be created before or after the references are set.
 func TestPairs(t *testing.T) {
 	p, err := NewPairs(fewPairs(), 2, 16)
 	require.NoError(t, err)

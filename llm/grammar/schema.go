@@ -21,8 +21,8 @@ const (
 	mostLength = 100_000
 )
 
-// annotations are the keywords that do not restrict values, or that other keywords refer to. So are keywords
-// that start with "x-".
+// annotations lists the keywords that restrict no values by themselves. Keywords that start with "x-" are annotations,
+// too.
 var annotations = set("title", "description", "default", "examples", "example", "deprecated", "readOnly",
 	"writeOnly", "$comment", "$schema", "$id", "$defs", "definitions", "contentEncoding", "contentMediaType",
 	"discriminator")
@@ -40,9 +40,10 @@ var assertions = map[string]map[string]bool{
 // other are the remaining supported keywords.
 var other = set("type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf")
 
-// types are the types of values in the order of their alternatives.
+// types lists the types of JSON values, in the order in which a schema without a type permits them.
 var types = []string{"object", "array", "string", "number", "boolean", "null"}
 
+// set returns the set of the words.
 func set(words ...string) map[string]bool {
 	s := map[string]bool{}
 	for _, w := range words {
@@ -67,7 +68,7 @@ func (o *object) with(key string, value any) *object {
 	return c
 }
 
-// without returns a copy without members.
+// without returns a copy that lacks the given members.
 func (o *object) without(keys ...string) *object {
 	c := &object{members: maps.Clone(o.members)}
 	for _, k := range o.keys {
@@ -177,13 +178,13 @@ type compiler struct {
 	refs     map[string]*node
 	nodes    int
 	depth    int
-	steps    int // that regular expressions took
+	steps    int // used so far to compile regular expressions
 
-	// Nodes that are often needed.
+	// Common nodes, created when they are first needed.
 	anything, blank, integers, numbers *node
 }
 
-// failure is an error at a place in a schema.
+// failure returns an error with its location in the schema.
 func failure(where, format string, args ...any) error {
 	if where == "" {
 		where = "the root"
@@ -274,6 +275,7 @@ func (c *compiler) keywords(o *object, where string) (*node, error) {
 	if o.bare() {
 		return c.any(), nil
 	}
+
 	all := newChoice()
 	for _, t := range allowed {
 		n, err := c.typed(o, t, where)
@@ -298,7 +300,7 @@ func (c *compiler) check(o *object, where string) error {
 		for _, keywords := range assertions {
 			known = known || keywords[k]
 		}
-		// These values are the same as leaving the keyword out.
+		// With these values, the keywords have no effect.
 		switch v := o.members[k]; {
 		case k == "uniqueItems" && v == false, k == "nullable" && v == false:
 			known = true
@@ -339,7 +341,7 @@ func (c *compiler) ref(ref any, where string) (*node, error) {
 	return n, nil
 }
 
-// resolve returns the schema that a reference names, and its place.
+// resolve returns the schema that a reference names, and its location.
 func (c *compiler) resolve(ref any, where string) (target any, at string, err error) {
 	name, ok := ref.(string)
 	path, local := strings.CutPrefix(name, "#")
@@ -396,6 +398,7 @@ func (c *compiler) expand(v any, where string) (any, error) {
 	if err := c.check(o, where); err != nil {
 		return nil, err
 	}
+
 	var parts []any
 	if o.has("$ref") {
 		target, _, err := c.resolve(o.members["$ref"], where)
@@ -445,6 +448,7 @@ func (c *compiler) typesOf(o *object, where string) ([]string, error) {
 	case []any:
 		names = v
 	}
+
 	var all []string
 	for _, n := range names {
 		name, _ := n.(string)
@@ -541,7 +545,8 @@ func equal(a, b any) bool {
 	return canonical(a) == canonical(b)
 }
 
-// count returns a keyword with a number of characters, elements or members.
+// count returns the value of a keyword such as minLength, which is a number of characters, elements or members, or usual
+// if the keyword is absent.
 func count(o *object, key string, usual, most int, where string) (int, error) {
 	v, ok := o.members[key]
 	if !ok {
@@ -557,7 +562,8 @@ func count(o *object, key string, usual, most int, where string) (int, error) {
 	return int(r.Num().Int64()), nil
 }
 
-// rational returns a number, or nil. It refuses exponents that would take much memory.
+// rational returns the value of a JSON number. It returns nil if v is not a number, or if its exponent is so large that
+// the result would need much memory.
 func rational(v any) *big.Rat {
 	n, ok := v.(json.Number)
 	if !ok {
@@ -661,11 +667,11 @@ func (c *compiler) number(o *object, t, where string) (*node, error) {
 	return newLexeme(newNumber(scale, low, high, exclusiveLow, exclusiveHigh)), nil
 }
 
-// space returns the node for optional white space between the tokens of JSON. It is limited, so that a model
-// cannot write white space forever.
+// space returns the node for optional white space between the tokens of JSON. Its length is limited, so that a model
+// cannot generate white space forever.
 func (c *compiler) space() *node { return memo(&c.blank, "( |\n{1,2}[ \t]{0,20})?") }
 
-// memo returns the node at a place for the texts that a regular expression matches. It is made the first time.
+// memo returns *n. If that is nil, it first sets *n to a node for the texts that a regular expression matches.
 func memo(n **node, expression string) *node {
 	if *n == nil {
 		p, err := newPattern("^("+expression+")$", length{0, -1})
@@ -677,6 +683,7 @@ func memo(n **node, expression string) *node {
 	return *n
 }
 
+// mark returns the node for a fixed text, such as a bracket.
 func mark(text string) *node { return newLexeme(literal(text)) }
 
 // enclosed returns the node for a JSON array or object with the given marks and body.
@@ -684,7 +691,7 @@ func (c *compiler) enclosed(before string, body *node, after string) *node {
 	return newSequence(mark(before), c.space(), body, c.space(), mark(after))
 }
 
-// comma returns the node for a comma and a further element.
+// comma returns the node for a comma followed by an element.
 func (c *compiler) comma(element *node) *node { return newSequence(mark(","), c.space(), element) }
 
 // repeated returns the node for least to most elements separated by commas.
@@ -773,8 +780,8 @@ func (c *compiler) array(o *object, where string) (*node, error) {
 		return c.enclosed("[", c.repeated(further, least, most), "]"), nil
 	}
 
-	// The elements are built from the last to the first. Each can be left out with all after it, if enough
-	// are before it.
+	// Build the nodes from the last element to the first. Once there are enough elements, the array may end before each
+	// of the following ones.
 	body := newSequence()
 	if most < 0 || most > len(prefix) {
 		body = newRepetition(c.comma(further), max(0, least-len(prefix)), max(-1, most-len(prefix)))
@@ -833,6 +840,7 @@ func properties(o *object, where string) (all []property, err error) {
 	for _, name := range declared.keys {
 		all = append(all, property{name, declared.members[name], required[name]})
 	}
+
 	further, ok := o.members["additionalProperties"]
 	if !ok {
 		further = true
@@ -870,8 +878,8 @@ func (c *compiler) object(o *object, where string) (*node, error) {
 		further = newSequence(newText(newOthers(names), true), mark(":"), c.space(), value)
 	}
 
-	// The properties are built from the last to the first, in two variants: as the first property of the
-	// object, and after another property.
+	// Build the nodes from the last property to the first, in two variants: without a preceding comma, if no property
+	// before it is present, and with a comma.
 	first, later := newSequence(), newSequence()
 	if further != nil {
 		first, later = c.repeated(further, 0, -1), newRepetition(c.comma(further), 0, -1)

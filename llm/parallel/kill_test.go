@@ -31,7 +31,7 @@ var kills = flag.Int("kills", 8, "how many ranks are killed, each in the midst o
 // aimVariable holds the rank that kills itself, the phase, and the number of steps before the kill.
 const aimVariable = "KASMINA_PARALLEL_AIM"
 
-// aims lists the phases for kills. The last ones are moments of a save.
+// aims lists the phases in which a rank is killed. The last five are parts of a save; see watch.
 var aims = []string{"forward", "backward", "update", "own", "part", "parts", "main", "tidy"}
 
 // victim is an engine that kills its process during the phase in aim.
@@ -70,7 +70,7 @@ func die(in time.Duration) {
 	time.AfterFunc(in, func() { _ = syscall.Kill(os.Getpid(), syscall.SIGKILL) })
 }
 
-// share returns a random part of a duration between two fractions.
+// share returns a random duration between two fractions of d.
 func share(d time.Duration, from, to float64) time.Duration {
 	return time.Duration(float64(d) * (from + (to-from)*rand.Float64()))
 }
@@ -132,7 +132,7 @@ func (v *victim) names() map[string]bool {
 // watch kills this process at the moment of the save that aim names: while a part, all parts or the main
 // file are being written, or when the main file is complete and older parts are being removed.
 func (v *victim) watch(before map[string]bool) {
-	was, _ := os.Stat(v.path)
+	old, _ := os.Stat(v.path)
 	base := filepath.Base(v.path)
 	for {
 		temporary, complete := 0, 0
@@ -145,8 +145,8 @@ func (v *victim) watch(before map[string]bool) {
 				complete++
 			}
 		}
-		is, _ := os.Stat(v.path)
-		replaced := is != nil && (was == nil || !os.SameFile(was, is))
+		current, _ := os.Stat(v.path)
+		replaced := current != nil && (old == nil || !os.SameFile(old, current))
 		if v.aim == "part" && temporary+complete > 0 ||
 			v.aim == "parts" && complete == v.Ranks() ||
 			v.aim == "main" && complete == v.Ranks() && temporary > 0 || replaced {
@@ -168,7 +168,7 @@ func TestAimedKills(t *testing.T) {
 	finish := func() {
 		t.Helper()
 		require.True(t, bytes.Equal(want, s.whole(t, s.save)),
-			"the run that was killed and resumed ended with other bits")
+			"the killed and resumed run differs from an uninterrupted one")
 		require.NoError(t, os.RemoveAll(dir))
 		require.NoError(t, os.Mkdir(dir, 0o777))
 	}

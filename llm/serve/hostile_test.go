@@ -123,7 +123,7 @@ func TestDisconnect(t *testing.T) {
 	require.Error(t, <-ended)
 }
 
-// TestQueue checks that requests wait for slots in order, and are refused when too many wait.
+// TestQueue checks that requests wait for slots in order, and are rejected when too many wait.
 func TestQueue(t *testing.T) {
 	noLeak(t)
 	release := make(chan struct{})

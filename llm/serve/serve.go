@@ -10,8 +10,8 @@
 //	GET  /metrics                   counters for Prometheus
 //	GET  /                          a page to chat with the model
 //
-// A parameter that is unknown has no effect. A parameter that would change the answer, but is not
-// supported, is refused with an error that names it.
+// Unknown parameters have no effect. A request with a known but unsupported parameter that would change the answer is
+// rejected with an error that names the parameter.
 package serve
 
 import (
@@ -29,17 +29,16 @@ import (
 
 // Options configure a [Server]. Zero values select the defaults.
 type Options struct {
-	// Keys are the API keys that clients can use. Without keys, everybody can use the server.
+	// Keys lists the accepted API keys. If it is empty, requests need no key.
 	Keys []string
-	// Slots is the maximum number of requests that are generated at the same time. The default is 32.
+	// Slots is the maximum number of answers that are generated at the same time. The default is 32.
 	Slots int
-	// Queue is the number of requests that wait for slots. Any more are refused with the status 429.
-	// The default is 128; a negative number lets none wait.
+	// Queue is the maximum number of requests that wait for slots. Further requests are rejected with status 429.
+	// The default is 128; with a negative number, no request waits.
 	Queue int
 	// MaxBody limits the bytes of a request. The default is 8 MiB.
 	MaxBody int64
-	// Timeout limits the time from the end of a request to the end of its answer. The default is 10
-	// minutes.
+	// Timeout limits the time between the end of a request and the end of its answer. The default is 10 minutes.
 	Timeout time.Duration
 	// ClientTimeout limits the time that a client takes to send a request or to receive the next part
 	// of an answer. The default is 30 seconds.
@@ -65,8 +64,7 @@ type Server struct {
 //go:embed page
 var page embed.FS
 
-// New returns a server for models, which need different names. The first is used for requests that do
-// not name a model.
+// New returns a server for models with distinct names. Requests that do not name a model use the first one.
 func New(o Options, models ...*Model) (*Server, error) {
 	o.Slots, o.Queue, o.MaxBody = cmp.Or(o.Slots, 32), cmp.Or(o.Queue, 128), cmp.Or(o.MaxBody, 8<<20)
 	o.Timeout = cmp.Or(o.Timeout, 10*time.Minute)
@@ -121,10 +119,11 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) { s.handler.S
 // Running returns the number of requests that are being answered and the number of waiting requests.
 func (s *Server) Running() (running, waiting int) { return s.slots.counts() }
 
-// policy permits the page to load only files of the server.
+// policy is the Content-Security-Policy of the chat page, which may load only files of this server.
 const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; " +
 	"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
+// routes returns the handler for all paths.
 func (s *Server) routes() http.Handler {
 	files, err := fs.Sub(page, "page")
 	if err != nil {
@@ -215,10 +214,10 @@ func (s *Server) find(name string) (*Model, error) {
 		message: fmt.Sprintf("there is no model %.100q; GET /v1/models lists the models", name)}
 }
 
-// errDeadline is the cause of the end of requests that take too long.
+// errDeadline is the cause with which the context of a request ends after Options.Timeout.
 var errDeadline = errors.New("the answer took too long")
 
-// answering returns a handler that answers requests which parse understands.
+// answering returns a handler that answers the requests that parse turns into jobs.
 func (s *Server) answering(parse func(*params) (*job, format, error)) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		p, err := s.read(w, r)

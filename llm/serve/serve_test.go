@@ -33,7 +33,7 @@ type fake struct {
 	script func(prompt []int) []int
 	wait   func(ctx context.Context) error // called before each token
 
-	active, most atomic.Int64 // texts that are being generated, and most of them at the same time
+	active, most atomic.Int64 // number of texts being generated, and its maximum so far
 }
 
 func (f *fake) Generate(ctx context.Context, prompt []int, n int, s *sampler.Sampler) iter.Seq2[int, error] {
@@ -72,7 +72,7 @@ func (f *fake) Generate(ctx context.Context, prompt []int, n int, s *sampler.Sam
 	}
 }
 
-// slow is a wait function that takes the given time.
+// slow returns a wait function that takes the given time.
 func slow(d time.Duration) func(ctx context.Context) error {
 	return func(ctx context.Context) error {
 		select {
@@ -92,10 +92,10 @@ var tok = func() *tokenizers.Tokenizer {
 	return t
 }()
 
-// says returns the tokens of an answer and of its end.
+// says returns the tokens of an answer, followed by endOfText.
 func says(text string) []int { return append(tok.Encode([]byte(text)), endOfText) }
 
-// bytewise returns the tokens of a text with one token for each byte.
+// bytewise returns a text with one token for each byte, followed by endOfText.
 func bytewise(text string) (ids []int) {
 	for _, b := range []byte(text) {
 		for id := range tok.VocabSize() {
@@ -119,7 +119,7 @@ func newModel(t testing.TB, g Generator, template string) *Model {
 		End: []int{endOfText}}
 }
 
-// A client sends requests to a server.
+// A client sends requests to a server of a test.
 type client struct {
 	t      testing.TB
 	server *Server
@@ -127,6 +127,7 @@ type client struct {
 	key    string
 }
 
+// serve starts a server of a model with chatTemplate and returns a client for it.
 func serve(t testing.TB, g Generator, o Options) *client {
 	return serveModel(t, newModel(t, g, chatTemplate), o)
 }
@@ -156,9 +157,10 @@ func (c *client) do(method, path, body string, header ...string) *http.Response 
 	return answer
 }
 
-// An object is a JSON object, whose members at returns by path.
+// An object is a JSON object.
 type object map[string]any
 
+// at returns the value at a path, such as "choices.0.text", or nil if there is none.
 func (o object) at(path string) any {
 	var v any = map[string]any(o)
 	for _, key := range strings.Split(path, ".") {
@@ -443,8 +445,8 @@ func TestMessagesForTemplate(t *testing.T) {
 	}
 }
 
-// TestLogProbs checks log-probabilities in both APIs of OpenAI. Their tokens make up the text, even after a
-// stop text.
+// TestLogProbs checks log-probabilities in both of OpenAI's APIs. The concatenated tokens must equal the text, or start with
+// it if a stop text has cut it.
 func TestLogProbs(t *testing.T) {
 	c := serve(t, &fake{answer: says("Permission granted. Stop here")}, Options{})
 	for _, more := range []string{"", `,"stop":" here"`, `,"max_tokens":3`} {
@@ -531,7 +533,7 @@ const toolTemplate = `{% if tools %}Answer with <tool_call>{"name": …, "argume
 
 const tools = `"tools":[{"type":"function","function":{"name":"f","parameters":{}}}]`
 
-// TestToolCalls checks the calls that are found in answers. Invalid ones remain text.
+// TestToolCalls checks which parts of an answer become tool calls. Invalid calls remain text.
 func TestToolCalls(t *testing.T) {
 	call := `<tool_call>
 {"name": "f", "arguments": {"x": "<b>"}}
@@ -757,7 +759,8 @@ func TestErrors(t *testing.T) {
 		`"stop":null`, `"functions":null`, `"store":true`, `"metadata":{}`, `"best_of":1`))
 }
 
-// TestNoTemplate checks that a model without a template says so, and still continues texts.
+// TestNoTemplate checks that chats with a model without a template are rejected, and that such a model still continues
+// texts.
 func TestNoTemplate(t *testing.T) {
 	m := newModel(t, &fake{answer: says("ok")}, chatTemplate)
 	m.Template, m.NoTemplate = nil, chat.ErrNoTemplate
@@ -857,7 +860,7 @@ func TestOrigins(t *testing.T) {
 	require.Contains(t, answer.Header.Get("Access-Control-Allow-Methods"), "POST")
 }
 
-// TestNewErrors checks that impossible settings are refused.
+// TestNewErrors checks that invalid options are rejected.
 func TestNewErrors(t *testing.T) {
 	m := newModel(t, &fake{}, chatTemplate)
 	unnamed, small := *m, *m
@@ -887,12 +890,12 @@ func TestNewModelErrors(t *testing.T) {
 	require.ErrorContains(t, err, "serve: NewAdaptedModel: ")
 }
 
-// llamaTemplate asks for tool calls as Llama 3.1 does.
+// llamaTemplate requests tool calls in the format of Llama 3.1.
 const llamaTemplate = `{% if tools %}Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.
 {{ tools|tojson }}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}`
 
-// TestBareCalls checks the calls of models that answer with nothing else than a JSON object.
+// TestBareCalls checks the tool calls of models whose entire answer is a JSON object.
 func TestBareCalls(t *testing.T) {
 	const call = `{"name": "f", "parameters": {"x": "a};b"}}`
 	for _, k := range []struct {

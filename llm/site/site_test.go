@@ -25,7 +25,7 @@ func matrix(g *gorgonia.ExprGraph, name string, shape ...int) *gorgonia.Node {
 }
 
 // TestApply checks that a registered graph is added to that of x, and that graphs with other results, errors
-// and panics are refused by name.
+// and panics are rejected by name.
 func TestApply(t *testing.T) {
 	x := matrix(gorgonia.NewGraph(), "x", 3, 4)
 	double := register(t, "double", func(x *gorgonia.Node, params gorgonia.Nodes, size int) (*gorgonia.Node, error) {

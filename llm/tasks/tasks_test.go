@@ -94,7 +94,7 @@ func TestBadFiles(t *testing.T) {
 }
 
 // TestLabelsOutside checks that labels without a choice count as wrong, with a note, and that such an item
-// is refused as an example.
+// is rejected as an example.
 func TestLabelsOutside(t *testing.T) {
 	path := write(t, "piqa.jsonl", `{"goal":"a","sol1":"b","sol2":"c","label":-1}`+"\n"+
 		`{"goal":"d","sol1":"e","sol2":"f","label":2}`)

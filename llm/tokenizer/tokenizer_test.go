@@ -24,8 +24,8 @@ func FuzzBytesRoundTrip(f *testing.F) {
 	})
 }
 
-// FuzzBytesDecode makes one id of every two bytes of input, so that about one in 256 random ids is in the
-// vocabulary.
+// FuzzBytesDecode decodes ids that each consist of two bytes of the input, so that about one in 256 random ids is in the
+// vocabulary. Decode must reject all others.
 func FuzzBytesDecode(f *testing.F) {
 	f.Add([]byte{0, 65, 0, 255, 1, 0})
 	f.Add([]byte{0xff, 0xff})
@@ -45,6 +45,7 @@ func FuzzBytesDecode(f *testing.F) {
 	})
 }
 
+// TestBytesNamesTheBadID checks that the error for ids outside the vocabulary names the first one.
 func TestBytesNamesTheBadID(t *testing.T) {
 	for _, c := range []struct {
 		ids  []int

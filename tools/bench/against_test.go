@@ -13,7 +13,7 @@ import (
 // here returns the first line of a run on a card.
 func here(card string) result { return result{Bench: whereabouts, Peer: project, Card: card} }
 
-// TestAgainst checks that everything more than 3 % slower is named, starting with the slowest, and that
+// TestAgainst checks that everything more than 3% slower is named, starting with the slowest, and that
 // the fastest of several measurements counts.
 func TestAgainst(t *testing.T) {
 	before, err := readEarlier(write(t, "before", here("C"),
@@ -50,7 +50,7 @@ func TestAgainst(t *testing.T) {
 	require.NotContains(t, b.String(), "train_bf16")
 }
 
-// TestAgainstRefuses checks that files without measurements of this machine are refused.
+// TestAgainstRefuses checks that files without measurements of this machine are rejected.
 func TestAgainstRefuses(t *testing.T) {
 	norm := result{Bench: "norm", Peer: project, Us: 100}
 	for name, file := range map[string]string{
@@ -74,7 +74,7 @@ func TestAgainstRefuses(t *testing.T) {
 		"shares no measurement with this run")
 }
 
-// TestRunRefuses checks that the file of another machine is refused before anything is measured.
+// TestRunRefuses checks that the file of another machine is rejected before anything is measured.
 func TestRunRefuses(t *testing.T) {
 	path := write(t, "f", here("another card"), result{Bench: "copy_256MiB_cpu",
 		Peer: project, Us: 1})

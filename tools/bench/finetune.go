@@ -62,7 +62,7 @@ func (o options) tunings(device *cudaops.Device) error {
 	return nil
 }
 
-// tune measures steps that tune adapters.
+// tune measures the time of training steps with adapters.
 func (s size) tune(device *cudaops.Device, o options) (err error) {
 	start := time.Now()
 	t, err := s.beginTuning(device, o)
@@ -95,7 +95,7 @@ func (s size) tune(device *cudaops.Device, o options) (err error) {
 	return emit(r)
 }
 
-// beginTuning returns a training of adapters. The weights exist only on the device.
+// beginTuning prepares the training of adapters on random weights, which exist only on the device.
 func (s size) beginTuning(device *cudaops.Device, o options) (*training, error) {
 	c := s.config.Default()
 	targets, err := c.MatchLayers(llm.AllLinear)
@@ -175,8 +175,8 @@ func (s size) beginTuning(device *cudaops.Device, o options) (*training, error) 
 		loss: g.Loss, next: s.batches(g)}, nil
 }
 
-// packed returns random weights of the linear layers in float8 or NF4, or nil if they are in bfloat16. All blocks
-// have the same weights, so that the host rounds only one block.
+// packed returns random weights for the linear layers in float8 or NF4, or nil if o.base is bfloat16. All blocks share
+// the same weights, so that the host encodes only one block.
 func (o options) packed(frozen gorgonia.Nodes) (*cpuops.Weights, error) {
 	if o.base == cpuops.BFloat16 {
 		return nil, nil
@@ -202,6 +202,7 @@ func (o options) packed(frozen gorgonia.Nodes) (*cpuops.Weights, error) {
 			continue
 		}
 		first[parts[3]] = n.Name()
+
 		err := base.Add(o.base, n.Name(), n.Shape()[0], n.Shape()[1], func(put func([]float32) error) error {
 			for left := n.Shape().TotalSize(); left > 0; {
 				part := drawn[:min(left, numbers)]
@@ -216,6 +217,7 @@ func (o options) packed(frozen gorgonia.Nodes) (*cpuops.Weights, error) {
 			return nil, err
 		}
 	}
+
 	return base, nil
 }
 

@@ -40,7 +40,7 @@ func TestTraceFile(t *testing.T) {
 	}
 }
 
-// TestUnwritableProfile checks that a trace which cannot be written is refused before anything is measured.
+// TestUnwritableProfile checks that a trace which cannot be written is rejected before anything is measured.
 func TestUnwritableProfile(t *testing.T) {
 	for path, ok := range map[string]bool{"": true, "out.json": true,
 		filepath.Join(t.TempDir(), "out.json"): true, "nowhere/out.json": false} {

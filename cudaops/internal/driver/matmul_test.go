@@ -112,7 +112,7 @@ func TestMatmulFloat8(t *testing.T) {
 	})
 }
 
-// TestFloat8Depth checks that accumulation in long float8 sums adds an error of less than 4 %, the error
+// TestFloat8Depth checks that accumulation in long float8 sums adds an error of less than 4%, the error
 // due to rounding the operands.
 func TestFloat8Depth(t *testing.T) {
 	c := must[gpu.Context](t)(needGPU(t).Retain(0))

@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/reduce"
 )
 
-// TestSameBits checks that kernels that add up many numbers give the same bits on every run.
+// TestSameBits checks that kernels that add up many numbers are deterministic.
 func TestSameBits(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	const rows, d = 3001, 768

@@ -7,7 +7,7 @@
 // that no kernel accepts, but does not check pointers.
 //
 // Numbers are stored as float32, float16 or bfloat16, and computations use float32. The same inputs
-// give the same bits on every run on the same model of GPU.
+// are bit-identical on every run on the same model of GPU.
 package kernel
 
 import (

@@ -191,7 +191,7 @@ func launchTypes(t *testing.T) map[string]bool {
 	return types
 }
 
-// TestChangedSignatures checks that a launch is refused once the signature of its kernel has changed:
+// TestChangedSignatures checks that a launch is rejected once the signature of its kernel has changed:
 // by one more parameter, one of another size, or a number of another kind.
 func TestChangedSignatures(t *testing.T) {
 	changes := map[string]func(params []gpu.Param) []gpu.Param{

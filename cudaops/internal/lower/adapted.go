@@ -532,7 +532,7 @@ func (c *compiler) gradientIn(n *gorgonia.Node) *gorgonia.Node {
 // ---- MLPs ----
 
 // keptShare limits the memory for keeping the results of gates to 1/keptShare of the device's memory.
-// Keeping them saves less than 1 % of a step.
+// Keeping them saves less than 1% of a step.
 const keptShare = 50
 
 // gateState records the forward pass of an MLP with a group of gate and up layers: ab [rows, 2F] contains

@@ -24,7 +24,7 @@ func init() {
 
 // logitBytes is the maximum size of the logits that the fused output layer holds at a time; it is doubled
 // for models with at most narrowFeatures features. This is enough to fill a GPU, and little compared with
-// the activations of a model with a large vocabulary. On an H200, doubling the limit saves 1 % of a step
+// the activations of a model with a large vocabulary. On an H200, doubling the limit saves 1% of a step
 // at 768 and 1024 features, and nothing at 2048.
 const (
 	logitBytes     = 600 << 20

@@ -12,7 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// TestAt checks that rows computed individually equal those of the whole attention.
+// TestAt checks that At computes the same rows as Forward, up to rounding.
 func TestAt(t *testing.T) {
 	// Scores reach 20, where the float32 rounding error of 1e-6 becomes a relative error of their
 	// exponentials.
@@ -38,8 +38,8 @@ func testAttentionAt[T cpu.Float](t *testing.T, tolerance float64) {
 		want, normalizers := make([]T, len(q)), make([]T, 2*s.Seq*s.Heads)
 		Forward(want, normalizers, q, k, v, s)
 
-		// Sums of the terms' magnitudes, because the terms themselves may nearly cancel and then
-		// have few correct digits.
+		// Errors are measured relative to the sums of the terms' magnitudes, because the terms may
+		// nearly cancel.
 		size := make([]T, len(q))
 		Forward(size, normalizers, q, k, cputest.Absolute(slices.Clone(v)), s)
 		for _, rows := range [][2]int{{0, 1}, {1, 1}, {63, 1}, {64, 1}, {65, 1}, {149, 1}, {0, 150},
@@ -62,8 +62,8 @@ func testAttentionAt[T cpu.Float](t *testing.T, tolerance float64) {
 	}
 }
 
-// TestDocumentTiles checks that documents that start at tile boundaries do not affect earlier ones:
-// a NaN in one document must not reach another.
+// TestDocumentTiles checks that documents that start at tile boundaries are independent, so that a NaN in one document
+// does not reach another.
 func TestDocumentTiles(t *testing.T) {
 	t.Run("float32", testDocumentTiles[float32])
 	t.Run("float64", testDocumentTiles[float64])
@@ -117,8 +117,7 @@ func testDocumentTiles[T cpu.Float](t *testing.T) {
 	}
 }
 
-// TestLongAttention compares the values and gradients of sequences of several tiles with the
-// formulas.
+// TestLongAttention compares the outputs and gradients for sequences of several tiles with those of plainAttention.
 func TestLongAttention(t *testing.T) {
 	t.Run("float32", func(t *testing.T) { testLongAttention[float32](t, 2e-6) })
 	t.Run("float64", func(t *testing.T) { testLongAttention[float64](t, 1e-13) })
@@ -176,7 +175,7 @@ func testLongAttention[T cpu.Float](t *testing.T, tolerance float64) {
 	}
 }
 
-// plainAttention returns y, dq, dk and dv by the formulas, one query at a time.
+// plainAttention returns y, dq, dk and dv, computed from the definition in float64, one query at a time.
 func plainAttention[T cpu.Float](q, k, v, g []T, s Shape) [4][]float64 {
 	var out [4][]float64
 	for i, n := range []int{len(q), len(q), len(k), len(v)} {
@@ -236,8 +235,8 @@ func plainAttention[T cpu.Float](q, k, v, g []T, s Shape) [4][]float64 {
 	return out
 }
 
-// TestWindowTiles checks that blocks of keys before a window are skipped: a NaN in them must not
-// reach queries that do not see it, except in the same tile.
+// TestWindowTiles checks that tiles of keys before a window are skipped. A NaN in such a key must not reach queries that
+// do not see it, unless they share a tile with queries that do.
 func TestWindowTiles(t *testing.T) {
 	t.Run("float32", testWindowTiles[float32])
 	t.Run("float64", testWindowTiles[float64])

@@ -91,7 +91,7 @@ func checkCompact(t *testing.T, w *Compact, y, x []float32, rows int) {
 }
 
 // TestCompactRounds checks that weights are rounded as documented, and that weights outside the range of
-// the type are refused.
+// the type are rejected.
 func TestCompactRounds(t *testing.T) {
 	r := randtest.New(t)
 	const out, in = 70, 90
@@ -135,7 +135,7 @@ func TestCompactRounds(t *testing.T) {
 	}
 }
 
-// TestCompactTogether checks that products have the same bits whether they are computed together or one after
+// TestCompactTogether checks that products are bit-identical whether they are computed together or one after
 // the other.
 func TestCompactTogether(t *testing.T) {
 	cputest.EachISA(t, func(t *testing.T) {

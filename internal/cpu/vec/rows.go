@@ -7,7 +7,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu"
 )
 
-// kernels are the functions of this package for float32 with the vectors of an instruction set.
+// kernels holds the float32 implementations of this package's functions for one vector instruction set.
 type kernels struct {
 	expSub          func(dst, src *float32, n int, shift float32) float32
 	maximum         func(x *float32, n int) float32
@@ -30,7 +30,7 @@ type kernels struct {
 		beta2, gain2, eps, largest float32)
 }
 
-// kernels32 are the kernels in use, or nil for plain Go.
+// kernels32 holds the kernels in use. It is nil if the processor, or KASMINA_CPU, allows only plain Go.
 var kernels32 *kernels
 
 func init() { cpu.OnISA(func(l cpu.ISA) { kernels32 = kernelsFor(l) }) }
@@ -46,7 +46,7 @@ func vectorized[T cpu.Float]() *kernels {
 // p32 returns a pointer to the elements of x, which must be float32.
 func p32[T cpu.Float](x []T) *float32 { return (*float32)(unsafe.Pointer(unsafe.SliceData(x))) }
 
-// SumSquares returns Σ x², formed in float64.
+// SumSquares returns Σ x², computed in float64.
 func SumSquares[T cpu.Float](x []T) float64 {
 	if k := vectorized[T](); k != nil {
 		return k.sumSquares(p32(x), len(x))
@@ -58,7 +58,7 @@ func SumSquares[T cpu.Float](x []T) float64 {
 	return sum
 }
 
-// Sum64 returns Σ x, formed in float64.
+// Sum64 returns Σ x, computed in float64.
 func Sum64[T cpu.Float](x []T) (s float64) {
 	if k := vectorized[T](); k != nil {
 		return k.sum64(p32(x), len(x))
@@ -69,7 +69,7 @@ func Sum64[T cpu.Float](x []T) (s float64) {
 	return s
 }
 
-// Dot3 returns Σ (g·w)·x, formed in float64.
+// Dot3 returns Σ (g·w)·x, where g·w is rounded to T and the rest is computed in float64.
 func Dot3[T cpu.Float](g, w, x []T) float64 {
 	g, w = g[:len(x)], w[:len(x)]
 	if k := vectorized[T](); k != nil {

@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// TestBlueprint checks that a blueprint's file returns what was saved, and that it is refused for slots that
+// TestBlueprint checks that a blueprint's file returns what was saved, and that it is rejected for slots that
 // cannot hold it.
 func TestBlueprint(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "blueprint")
@@ -59,7 +59,7 @@ func saveSet(t *testing.T, path, id string, parts ...[]Stretch) Parts {
 }
 
 // TestMoments checks that moments are assembled from the stretches of all parts, in their order, and that
-// missing and misplaced stretches are refused.
+// missing and misplaced stretches are rejected.
 func TestMoments(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "model.safetensors")
 	moments := func() ([]Moment, error) {

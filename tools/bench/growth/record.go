@@ -106,7 +106,8 @@ type studySettings struct {
 	Speed float64 `json:"speed,omitempty"`
 }
 
-// openStudy opens or creates a folder of records. Records of runs with other settings are an error.
+// openStudy opens or creates a folder of records. It returns an error if the folder contains records of runs with other
+// settings.
 func openStudy(dir string, settings studySettings) (*study, error) {
 	s := &study{dir: dir, records: map[string]record{}, studySettings: settings}
 	var stored studySettings

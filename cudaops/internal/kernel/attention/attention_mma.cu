@@ -15,7 +15,7 @@
 // next.
 //
 // While a tile is processed, the next one is copied asynchronously (cp.async). Requirements:
-// headDim is a multiple of 8 and at most D, pointers and strides are multiples of 16 bytes, and
+// headDim is a multiple of 8 and at most D, pointers and strides are aligned to 16 bytes, and
 // scale > 0.
 #include "attention.cuh"
 

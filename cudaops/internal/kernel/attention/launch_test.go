@@ -41,8 +41,8 @@ func TestAttentionShapesMatchSources(t *testing.T) {
 	}
 }
 
-// TestAttentionSections checks that evenSection picks a number of heads that fits in L2 and
-// balances the work of the multiprocessors.
+// TestAttentionSections checks that evenSection chooses a number of heads whose data fits in the L2 cache and that
+// balances the load of the multiprocessors.
 func TestAttentionSections(t *testing.T) {
 	for _, a := range []struct{ batch, heads, seq, dim int }{{32, 12, 1024, 64},
 		{16, 16, 2048, 128}, {4, 16, 8192, 128}, {1, 3, 100, 64}} {
@@ -96,6 +96,8 @@ func TestAttentionSectionVariants(t *testing.T) {
 	}
 }
 
+// TestAttentionPicksVariants checks which kernels are launched on GPUs of several generations, for several head dimensions
+// and types.
 func TestAttentionPicksVariants(t *testing.T) {
 	for _, gpu := range []struct {
 		capability, shared int

@@ -11,7 +11,7 @@ import (
 )
 
 // TestPackedProducts compares products with weights in float8 and NF4, from up to three matrices, with sums in float64
-// over the decoded weights. It also checks gated products, added matrices, and that two runs give the same bits.
+// over the decoded weights. It also checks gated products, added matrices, and that two runs are bit-identical.
 func TestPackedProducts(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, c := range []struct {

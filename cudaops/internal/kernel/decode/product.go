@@ -46,7 +46,7 @@ type Overlap struct {
 }
 
 // Ahead lists memory that later launches will read, such as weights, up to two ranges. The launch fetches it
-// into the cache. Addresses and sizes are multiples of 16 bytes. The fields must match ahead.cuh.
+// into the cache. Addresses and sizes are aligned to 16 bytes. The fields must match ahead.cuh.
 type Ahead struct {
 	From  [2]gpu.Ptr
 	Bytes [2]int

@@ -234,7 +234,7 @@ FOR_STORAGE_TYPES(DEFINE)
 // A row that applies to every row: y[i] = f(a[i], row[i % period]), where op is from the first
 // list. One access per thread is the fastest way to copy. The index into the row is computed while
 // a is being loaded, and the row comes from L1. Launch: one thread per access. y, a and row are
-// multiples of 16 bytes, and period is a multiple of kVec.
+// aligned to 16 bytes, and period is a multiple of kVec.
 template <class T> __device__ __forceinline__ void runRow(T* y, int op, const T* a, const T* row, int64_t period, int64_t n) {
   constexpr int N = kVec<T>;
   auto at = [&](int64_t i) { return n < (int64_t(1) << 31) ? int64_t(unsigned(i) % unsigned(period)) : i % period; };

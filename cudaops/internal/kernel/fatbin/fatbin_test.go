@@ -9,7 +9,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 )
 
-// TestTable checks that a table survives being written and read, and that broken text is refused.
+// TestTable checks that a table survives being written and read, and that broken text is rejected.
 func TestTable(t *testing.T) {
 	want := Table{"b": {{8, gpu.Integer}, {4, gpu.Float}, {176, gpu.Structure}}, "a": {}}
 	text, err := want.MarshalText()

@@ -16,7 +16,7 @@
 // panels and the copy engine. In the forward pass half of a tile's 256 columns are gate and half
 // are up, so that a lane has both elements of each pair.
 //
-// Requirements: f and depth are multiples of 8, and pointers are multiples of 16 bytes.
+// Requirements: f and depth are multiples of 8, and pointers are aligned to 16 bytes.
 #include "exp2.cuh"
 #include "gemm_hopper.cuh"
 

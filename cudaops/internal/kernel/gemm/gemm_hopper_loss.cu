@@ -26,7 +26,7 @@
 // If the loss of a row is too large for this, that kernel recomputes the row as a softmax with a
 // maximum.
 //
-// Requirements: columns and depth are multiples of 8, and x, w and e are multiples of 16 bytes.
+// Requirements: columns and depth are multiples of 8, and x, w and e are aligned to 16 bytes.
 #include "exp2.cuh"
 #include "gemm_hopper.cuh"
 #include "rows.cuh"

@@ -12,13 +12,13 @@
 //
 // x is [rows, depth] or [rows, columns], v is [rows, narrow], and y is [rows, columns]. A block of `rows`
 // computes 64 rows of y, and 64 columns of a wider one. A block of `columns` computes 256 columns, from
-// the rows of one part. The parts are added up in their order, so that the same inputs give the same bits.
+// the rows of one part. The parts are added up in their order, so that the results are deterministic.
 //
 // In a block, one warp copies the operands, Stages ahead, and one or two warpgroups multiply. Elements
 // outside the matrices are zero.
 //
-// Requirements: the numbers of columns of all matrices in memory are multiples of 8, and matrices are at
-// multiples of 16 bytes.
+// Requirements: the numbers of columns of all matrices in memory are multiples of 8, and matrices are
+// aligned to 16 bytes.
 #include "barrier.cuh"
 #include "registers.cuh"
 #include "wgmma.cuh"

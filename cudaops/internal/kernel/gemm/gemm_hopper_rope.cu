@@ -23,7 +23,7 @@
 // rotation, without being rounded again. This is limited to heads of 64 and 128.
 //
 // Requirements: a tile holds whole heads. turned is a multiple of D, columns and depth are
-// multiples of 8, all arrays are at multiples of 16 bytes, and seq·D is at most 2³⁰. In float8,
+// multiples of 8, all arrays are aligned to 16 bytes, and seq·D is at most 2³⁰. In float8,
 // columns and depth are multiples of 16, and depth exceeds 384.
 #include "gemm_hopper.cuh"
 

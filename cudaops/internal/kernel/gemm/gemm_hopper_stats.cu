@@ -8,7 +8,7 @@
 // head, plus one.
 //
 // x is [rows, depth], w [depth, columns], u [rows, termDepth], which is optional, b [termDepth, columns], y and g are [rows, columns], and normalizers are [batch,
-// heads, seq], with rows = batch·seq and columns = heads·D. g has the same bits as the result of
+// heads, seq], with rows = batch·seq and columns = heads·D. g is bit-identical to the result of
 // gemm_hopper_plain.cu.
 //
 // gemm_hopper.cuh describes the structure. A tile is stored 64 columns at a time, in two slots. y
@@ -16,7 +16,7 @@
 //
 // Requirements: seq is a multiple of 128, so that all rows of a warp belong to the same sequence
 // and every row has a query. D is 64 or 128, so that tiles hold whole heads. depth is a multiple of
-// 8, and matrices are at multiples of 16 bytes.
+// 8, and matrices are aligned to 16 bytes.
 #include "exponent.cuh"
 #include "gemm_hopper.cuh"
 

@@ -18,7 +18,7 @@
 // written row by row.
 //
 // Requirements: n and the rows of the stored matrices are multiples of 8, and pointers are
-// multiples of 16 bytes. d must not overlap an operand.
+// aligned to 16 bytes. d must not overlap an operand.
 #include "gemm_hopper.cuh"
 #include "overlap.cuh"
 

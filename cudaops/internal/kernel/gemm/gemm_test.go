@@ -17,6 +17,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
+// newHopperRig returns a rig for kernels that need the Hopper architecture, and skips the test on other GPUs.
 func newHopperRig(t *testing.T) *kerneltest.Rig {
 	g := kerneltest.NewRig(t)
 	if g.Ctx.Device().Capability() != 90 {
@@ -35,13 +36,15 @@ func scaledNormal(g *kerneltest.Rig, n, d int, t gpu.DType) (*kerneltest.Buffer,
 	return g.Upload(x, t, 0)
 }
 
+// TestSiLUProduct compares the fused product and gate with float64 references, forward and backward, and checks that
+// the backward pass computes the same bits with h, without h and in place.
 func TestSiLUProduct(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range [][3]int{{1, 8, 8}, {129, 136, 72}, {64, 128, 768},
 		{515, 264, 1000}, {2100, 2056, 200}} {
 		rows, f, d := s[0], s[1], s[2]
 		types := []gpu.DType{kerneltest.Bf16, kerneltest.F16}
-		if rows > 1000 { // so that blocks take several tiles
+		if rows > 1000 { // each block computes several tiles
 			types = types[:1]
 			if testing.Short() {
 				continue
@@ -216,8 +219,8 @@ func launched(c *fake.Context) map[string][]gpu.LaunchConfig {
 	return names
 }
 
-// takes checks that ok has a variant only on compute capability 9.0, and has none after any of the
-// changes.
+// takes checks that the kernels accept the operation ok, on compute capability 9.0 only, and do not accept it after any of
+// the changes.
 func takes[T interface {
 	Variants(*kernel.Set) []kernel.Variant
 }](t *testing.T, ok T, changes ...func(*T)) {
@@ -233,6 +236,7 @@ func takes[T interface {
 	}
 }
 
+// TestVariants checks which shapes and types each operation of the family accepts.
 func TestVariants(t *testing.T) {
 	takes(t, SiLUProduct{Gate: Gate{Rows: 3, F: 8, D: 16, Type: kerneltest.Bf16}},
 		func(a *SiLUProduct) { a.F = 12 }, func(a *SiLUProduct) { a.D = 20 },

@@ -47,7 +47,7 @@ func uploadSplit(g *kerneltest.Rig, all, first, second []float64, t gpu.DType) (
 }
 
 // TestTerms checks that a product plus a term is the product of the joined operands. If the depth of the
-// product is a whole number of steps, the results have the same bits.
+// product is a whole number of steps, the results are bit-identical.
 func TestTerms(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range []struct{ batch, heads, d, r int }{

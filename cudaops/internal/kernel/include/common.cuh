@@ -3,7 +3,7 @@
 //
 // Numbers are stored as float, bfloat16 or half, and computations use float. Reductions add in an
 // order that depends only on the launch's shape and never use atomics on floating-point numbers, so
-// the same inputs give the same bits on every run.
+// every run with the same inputs is bit-identical.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -95,7 +95,7 @@ __device__ __forceinline__ void copyAsync(void* dst, const void* src, bool wante
 __device__ __forceinline__ void commitAsync() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int n> __device__ __forceinline__ void awaitAsync() { asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory"); }
 
-// aligned16 reports whether all pointers are multiples of 16 bytes; a null pointer is.
+// aligned16 reports whether all pointers are aligned to 16 bytes; a null pointer is.
 template <class... P> __device__ __forceinline__ bool aligned16(const P*... p) {
   return ((reinterpret_cast<uintptr_t>(p) | ...) & 15) == 0;
 }

@@ -11,7 +11,7 @@
 // The warden is one warp of the last block, the only one that polls across the bus. The other
 // blocks form teams of as many blocks as an ordinary launch has, and batch k belongs to team k
 // modulo the number of teams. Each block computes the same results, in the same order, as the block
-// in its position in an ordinary launch, so outputs and telemetry have the same bits.
+// in its position in an ordinary launch, so outputs and telemetry are bit-identical.
 //
 // Between two layers, the blocks of a team wait for each other, unless each thread reads only its own
 // results. With telemetry, they also wait for each other before merging the records of each layer and

@@ -360,7 +360,7 @@ func (r *kasminaRun) check() {
 
 // checkInPlace runs the backward pass again with dx in the memory of g, if the layer allows this,
 // after the given number of other runs. dx and the counts must be the same. If threads are divided
-// as before, the other results must also have the same bits.
+// as before, the other results must be bit-identical, too.
 func (r *kasminaRun) checkInPlace(runs int) {
 	r.Helper()
 	if r.width > 0 || r.skew > 0 || !r.layer.InPlace() {

@@ -13,7 +13,7 @@ import (
 
 // Stream is a kernel that stays on the GPU and computes the forward passes of a chain of layers for one
 // batch after another, as the host announces them in a ring in pinned memory. It only has to be launched
-// again after it has ended. Its results and the results of [Forward] have the same bits.
+// again after it has ended. Its results are bit-identical to those of [Forward].
 //
 // The host writes x of batch k to X and then the batch's [Word] to Entries, at k modulo Depth. Once Done
 // there is 2(k + 1), Y and, if requested, Figures are set. If it is 2(k + 1) + 1, Counts are set as well.

@@ -569,7 +569,7 @@ func TestTableChunks(t *testing.T) {
 	require.NoError(t, errors.Join(ctx.Free(at), ctx.Close()))
 }
 
-// TestNormSameBits checks that the norm of gradients has the same bits on every run.
+// TestNormSameBits checks that the norm of gradients is deterministic.
 func TestNormSameBits(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	table, squares := newTable(g,

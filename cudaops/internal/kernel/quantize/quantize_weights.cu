@@ -1,23 +1,23 @@
-// Rounds all weights of a model to float8 after an update, twice: by rows, and by columns, which
-// are transposed to rows. Each row and column has a scale (float8.cuh).
+// Rounds all weights of a model to float8 after an update, twice: once with a scale for each row, and once transposed, with
+// a scale for each column. float8.cuh defines the scales.
 //
 // Separate launches for rows and columns would each read every weight. Here a single launch handles
 // all weights, in strips of two kinds:
 //
-//   largest:  finds a strip's largest magnitude of each row and column, and merges it in memory
-//   rounds:   writes y [rows, d], scale [rows], turned [d, rows], turnedScale [d]
+//   searching:  finds the largest magnitude in each row and column of the strip, and merges it in memory
+//   rounding:   writes y [rows, d], scale [rows], turned [d, rows] (the transpose), turnedScale [d]
 //
-// The strips that round a matrix come after the strips that search it, in reverse order, so that
-// they find the weights in the cache. They wait for all searching strips, which have already
-// started, since blocks start in the order of their numbers.
+// The rounding strips of a matrix follow its searching strips, in reverse order, so that they find the weights in the
+// cache. They wait for the searching strips, all of which have already started because blocks start in the order of their
+// numbers.
 //
-// Magnitudes compare like their bits, with NaN above all numbers, so they are merged as integers.
-// The result does not depend on the order.
+// Magnitudes are merged by atomicMax of their bits as integers, which orders them like numbers, with NaN above all. The
+// result does not depend on the order of merging.
 #include "float8.cuh"
 
-// Weight is a matrix; rows and d are multiples of 16. turned and turnedScale may be null. Its
-// largest magnitudes [rows + d] start at index `most` of a table for all weights, followed by the
-// number of strips that have merged theirs. These must be 0 at first.
+// Weight describes a matrix, with rows and d multiples of 16. turned and turnedScale may be null. A table for all weights
+// contains, from index `most` on, the largest magnitudes of the matrix [rows + d] and then the number of strips that have
+// been merged into them. All of these must initially be 0.
 struct Weight {
   const bf16* x;
   f8* y;
@@ -35,12 +35,13 @@ struct WeightStrip {
   unsigned short row, column;
 };
 
-// In each tile, thread t has four rows from t / 8 · 4 on of kColumns columns. The float8 numbers of
-// one column then form a word.
+// In each tile, thread t has kColumns columns of four rows, starting with row t / 8 · 4. The four float8 numbers of a
+// column form a 32-bit word.
 constexpr int kThreads = 256, kColumns = 8, kGroups = 8, kTiles = 4;
 constexpr int kTileColumns = kGroups * kColumns, kStripColumns = kTiles * kTileColumns, kRows = kThreads / kGroups * 4;
 static_assert(kStripColumns == kThreads, "a thread for each column");
 
+// Place is a thread's place in a strip.
 struct Place {
   const Weight w;
   unsigned* const most;
@@ -85,16 +86,18 @@ struct Place {
   }
 };
 
-// Magnitudes, two at a time.
+// Two holds a pair of magnitudes.
 using Two = Pairs<bf16>;
 __device__ __forceinline__ unsigned bitsOf(Two::Word w) { return reinterpret_cast<unsigned&>(w); }
 // Returns the bits of one of the two numbers as float32.
 __device__ __forceinline__ unsigned oneOf(Two::Word w, int i) { return i ? bitsOf(w) & 0xffff0000u : bitsOf(w) << 16; }
+// Merges w with the pair of the lane whose number differs in bit `apart`.
 __device__ __forceinline__ void mergeLanes(Two::Word& w, int apart) {
   unsigned other = __shfl_xor_sync(kAllLanes, bitsOf(w), apart);
   w = Two::merge(w, reinterpret_cast<Two::Word&>(other));
 }
 
+// mergeLargest is the work of a searching strip.
 __device__ __forceinline__ void mergeLargest(const Place& p) {
   constexpr int kWarps = kThreads / kWarp, kPairs = kColumns / 2;
   __shared__ Two::Word ofWarps[kWarps][kStripColumns / 2];
@@ -141,8 +144,9 @@ __device__ __forceinline__ void mergeLargest(const Place& p) {
   p.tellMerged();
 }
 
+// round is the work of a rounding strip.
 __device__ __forceinline__ void round(const Place& p) {
-  constexpr int kWords = kRows / 4, kPitch = kWords + 4;  // so that writing four rows' words of eight columns has no bank conflicts
+  constexpr int kWords = kRows / 4, kPitch = kWords + 4;  // kPitch avoids bank conflicts of writes
   __shared__ __align__(16) uint32_t turned[2][kTileColumns][kPitch];
   __shared__ float rowInverse[kRows], columnInverse[kStripColumns];
   const int t = threadIdx.x, r = p.firstRow + t, column = p.firstColumn + t;

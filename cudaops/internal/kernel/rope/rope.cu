@@ -43,7 +43,7 @@ template <int N, class T> __device__ __forceinline__ void storeNow(T* p, const P
 __device__ __forceinline__ unsigned threadIndex() { return (gridDim.x - 1 - blockIdx.x) * kThreads + threadIdx.x; }
 
 // h must be a multiple of N and heads a multiple of H; if N is greater than 1, all addresses must
-// be multiples of 16 bytes. Launch: one thread for each of rows·heads/H·h/N groups of N pairs,
+// be aligned to 16 bytes. Launch: one thread for each of rows·heads/H·h/N groups of N pairs,
 // fewer than 2³¹.
 template <class T, int N, int H>
 __device__ __forceinline__ void rotate(T* y, const T* x, const float* cosines, const float* sines, float sign, int64_t rows,
