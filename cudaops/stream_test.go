@@ -26,7 +26,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// KasminaStream computes the batches that have been announced, and ends as if it had been idle.
+// KasminaStream computes the batches announced so far and then exits, as the kernel does when it has been idle.
 func (k *fakeKernels) KasminaStream(l *fake.Launch, s kasmina.Stream) {
 	control := fake.Slice[uint64](l, s.Control, 2)
 	entries, done := fake.Slice[uint64](l, s.Entries, s.Depth), fake.Slice[uint64](l, s.Done, s.Depth)
@@ -263,8 +263,8 @@ func TestStreamSameBits(t *testing.T) {
 	}
 }
 
-// TestStreamFallsBack checks that batches that the persistent kernel cannot compute are computed
-// otherwise, with the same results, and that the kernel computes the batches after them.
+// TestStreamFallsBack checks that a stream computes batches without the persistent kernel while that cannot
+// compute them, with the same results, and returns to the kernel afterwards.
 func TestStreamFallsBack(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
 	own, err := ownKind()
@@ -341,7 +341,7 @@ func TestStreamUnfit(t *testing.T) {
 		}
 	}
 
-	// The launch turns out not to fit.
+	// The driver reports that the launch does not fit on the device.
 	n := newStreamNet(t, 1, []int{12})
 	s, err := NewStream(device, n.y, StreamOptions{})
 	require.NoError(t, err)
@@ -438,7 +438,7 @@ func TestStreamCanceled(t *testing.T) {
 	require.ErrorIs(t, s.Wait(canceled, batch, x), context.Canceled) // the fake runs nothing at first
 	require.NoError(t, s.Wait(context.Background(), batch, x))
 
-	// Run gives up its batch, so that places do not run out.
+	// Run abandons its batch, so that the stream does not fill up.
 	for range 5 {
 		require.ErrorIs(t, s.Run(canceled, x, x), context.Canceled)
 	}
@@ -487,8 +487,8 @@ func TestStreamProcess(t *testing.T) {
 	})
 }
 
-// TestStreamNonFinite checks that NaN is passed on, that it is counted by layers with telemetry, and that it is
-// an error of its batch if the layer stops on NaN.
+// TestStreamNonFinite checks that NaN propagates, that layers with telemetry count it, and that its batch fails
+// if the layer has the option StopOnNonFinite.
 func TestStreamNonFinite(t *testing.T) {
 	onStreams(t, func(t *testing.T, device *Device, mode StreamMode) {
 		for _, opts := range [][]op.KasminaOption{nil, {op.StopOnNonFinite()},

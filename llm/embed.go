@@ -10,13 +10,12 @@ import (
 	"gorgonia.org/gorgonia"
 )
 
-// Pooling selects how the states of a text's tokens become one vector.
+// Pooling selects how Embed combines the states of a text's tokens to one vector.
 type Pooling uint8
 
-// The kinds of pooling. The last token has seen the whole text.
 const (
-	MeanPooling Pooling = iota
-	LastPooling
+	MeanPooling Pooling = iota // the mean of the states of all tokens
+	LastPooling                // the state of the last token, which has seen the whole text
 )
 
 // withStates makes a ForLogits graph end with the normalized states of its rows, instead of their logits.
@@ -33,10 +32,10 @@ type embedJob struct {
 	done    chan struct{}
 }
 
-// Embed returns a vector of Config.Dim numbers for each text: the states of its tokens after the last norm, pooled.
-// Texts of a batcher are embedded between the passes that continue its other texts, several in one pass.
+// Embed returns a vector of Config.Dim numbers for each text, which combines the states of its tokens after the last norm.
 //
-// Only generators of a [Batcher] can embed texts.
+// Only generators of a [Batcher] can embed texts. The batcher embeds several texts in one pass, between the passes that
+// continue its other texts.
 func (g *Generator) Embed(ctx context.Context, texts [][]int, p Pooling) ([][]float64, error) {
 	switch {
 	case g == nil || g.embed == nil:
@@ -65,6 +64,7 @@ func (b *Batcher) embed(ctx context.Context, texts [][]int, adapter int, p Pooli
 	b.mu.Lock()
 	b.embeds = append(b.embeds, jobs...)
 	b.mu.Unlock()
+
 	select {
 	case b.arrived <- struct{}{}:
 	default:
@@ -87,8 +87,8 @@ func (b *Batcher) embed(ctx context.Context, texts [][]int, adapter int, p Pooli
 	return vectors, nil
 }
 
-// embedTokens is the approximate number of tokens in a pass that embeds texts. Texts that are being continued wait for
-// the pass.
+// embedTokens is the approximate number of tokens in a pass that embeds texts. It is limited because texts that are being
+// continued must wait for the pass.
 const embedTokens = 512
 
 // embedSome embeds some of the waiting texts, in one pass.
@@ -101,7 +101,7 @@ func (b *Batcher) embedSome() {
 		return
 	}
 
-	// The text that has waited longest takes part, with texts that are not longer.
+	// Choose the text that has waited longest, and others that are at most as long.
 	window := len(jobs[0].tokens)
 	jobs = slices.DeleteFunc(jobs, func(j *embedJob) bool { return len(j.tokens) > window })
 	slices.SortStableFunc(jobs[1:], func(x, y *embedJob) int { return cmp.Compare(len(y.tokens), len(x.tokens)) })
@@ -114,6 +114,7 @@ func (b *Batcher) embedSome() {
 		}
 		close(j.done)
 	}
+
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.embeds = slices.DeleteFunc(b.embeds, func(j *embedJob) bool { return slices.Contains(jobs, j) })
@@ -145,6 +146,7 @@ func (b *Batcher) embedPass(jobs []*embedJob, window int) error {
 	for i := range rows {
 		rows[i] = i
 	}
+
 	b.selected.Set(adapters)
 	b.rowSet = adapters
 	if err := errors.Join(gorgonia.Let(r.IDs, idTensor(ids)), gorgonia.Let(r.Rows, idTensor(rows)),
@@ -156,6 +158,7 @@ func (b *Batcher) embedPass(jobs []*embedJob, window int) error {
 	if err != nil {
 		return err
 	}
+
 	for i, j := range jobs {
 		switch x := states.(type) {
 		case []float32:
@@ -175,6 +178,7 @@ func pool[T float32 | float64](states []T, tokens, dim int, p Pooling) []float64
 	if p == LastPooling {
 		first = tokens - 1
 	}
+
 	vector := make([]float64, dim)
 	for row := first; row < tokens; row++ {
 		for i, x := range states[row*dim:][:dim] {
@@ -184,7 +188,7 @@ func pool[T float32 | float64](states []T, tokens, dim int, p Pooling) []float64
 	return vector
 }
 
-// embedder returns a runner for a pass that embeds texts.
+// embedder returns a runner for passes of a shape that embed texts.
 func (b *Batcher) embedder(shape scoreShape) (Runner, error) {
 	if r, ok := b.embedders[shape]; ok {
 		return r, nil
@@ -207,6 +211,7 @@ func (b *Batcher) embedder(shape scoreShape) (Runner, error) {
 	if err != nil {
 		return Runner{}, err
 	}
+
 	if b.embedders == nil {
 		b.embedders = map[scoreShape]Runner{}
 	}

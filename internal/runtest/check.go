@@ -91,7 +91,7 @@ type checker struct {
 	plain    *rig // the same run without a file for each step
 }
 
-// Check makes the runs of a case and compares them. It writes files to the given folder.
+// Check runs a case in several ways and compares the results. It writes files to the given folder.
 func Check(c Case, m Device, folder string) (r Result) {
 	k := &checker{Case: c, machine: m, folder: folder}
 	defer func() {
@@ -135,12 +135,12 @@ func (k *checker) check() {
 	k.closed(k.straight)
 }
 
-// fail ends the check with a failure.
+// fail ends the check with a failure, by a panic that Check recovers.
 func (k *checker) fail(property, format string, args ...any) {
 	panic(&Failure{property, fmt.Errorf(format, args...)})
 }
 
-// must ends the check if err is not nil.
+// must fails the check if err is not nil.
 func (k *checker) must(property, what string, err error) {
 	if err != nil {
 		k.fail(property, "%s: %w", what, err)
@@ -149,7 +149,7 @@ func (k *checker) must(property, what string, err error) {
 
 func (k *checker) checked(property string) { k.Checked = append(k.Checked, property) }
 
-// rig returns a trainer for a variation of the case.
+// rig returns a rig, a trainer under test, for a variation of the case.
 func (k *checker) rig(c Case, m *llm.Model) *rig {
 	r, err := k.newRig(c, m)
 	k.must(Completes, "creating a trainer", err)
@@ -227,10 +227,11 @@ var number = regexp.MustCompile(`lattice=[0-9]+`)
 // nonFinite matches the location of a NaN in errors.
 var nonFinite = regexp.MustCompile(`the first (value|gradient) that is not finite is in parameter [^;]*|all parameters and gradients are finite`)
 
+// textOf returns the text of an error without numbers that differ from run to run.
 func textOf(err error) string { return number.ReplaceAllString(fmt.Sprint(err), "lattice") }
 
-// same ends the check unless a run has ended like the reference run, with equal reports after a step. If
-// loose is set, the results of evaluations may differ.
+// same fails the check unless a run has the same reports as the reference run after step from, and ends with the same
+// checkpoint. If loose is set, the results of evaluations may differ.
 func (k *checker) same(property, what string, r *rig, from int, loose bool) {
 	k.alike(property, what, k.straight, r, from)
 	end, err := r.save()
@@ -240,7 +241,7 @@ func (k *checker) same(property, what string, r *rig, from int, loose bool) {
 	}
 }
 
-// alike compares the reports of two runs after a step.
+// alike fails the check unless two runs have the same reports after step from.
 func (k *checker) alike(property, what string, a, b *rig, from int) {
 	for step := from + 1; step <= a.tr.Step(); step++ {
 		x, ok := a.figures[step]
@@ -422,7 +423,7 @@ func (k *checker) ranks() {
 		what += fmt.Sprintf(", resumed after step %d of a run in one process", step)
 	}
 
-	// The run saves once in its second half, for others to resume from.
+	// The run saves once in its second half, so that another run can resume from there.
 	last := steps - 1 - int(k.Seed/2%uint64(steps/2+1))
 	first, end, errs := k.team(*c, func(r *rig) { r.resumedOrdered, r.saveAt = true, last }, from)
 	for rank, err := range errs {

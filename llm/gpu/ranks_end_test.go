@@ -18,7 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/comm/launch"
 )
 
-// sign collects the output of ranks. It closes started when a rank reports that it is under way.
+// sign collects the output of ranks, and closes started as soon as a rank has printed "under way".
 type sign struct {
 	mu      sync.Mutex
 	text    bytes.Buffer
@@ -91,6 +91,6 @@ func pidOf(t *testing.T, dir string, rank int) int {
 		}
 	}
 
-	t.Fatalf("rank %d is not there", rank)
+	t.Fatalf("rank %d is not running", rank)
 	return 0
 }

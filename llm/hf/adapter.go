@@ -32,7 +32,7 @@ const (
 	peftPrefix = "base_model.model."
 )
 
-// adapterConfig is an adapter_config.json, as far as it concerns low-rank adapters.
+// adapterConfig holds the fields of an adapter_config.json that concern low-rank adapters.
 type adapterConfig struct {
 	Base         string             `json:"base_model_name_or_path"`
 	Bias         string             `json:"bias"`
@@ -60,7 +60,7 @@ var understood = []string{"base_model_name_or_path", "bias", "inference_mode",
 	"qalora_group_size", "fan_in_fan_out", "runtime_config", "eva_config", "corda_config", "loftq_config",
 	"lora_ga_config", "arrow_config"}
 
-// modules returns the names that PEFT has for the layers of a model, by the names here.
+// modules maps the names of a model's layers to PEFT's names for them.
 func modules(c llm.Config, like *Folder) (map[string]string, error) {
 	c.Adapter = llm.LoRA{}
 	l := plainLayout
@@ -106,8 +106,8 @@ func IsAdapter(dir string) bool {
 	return err == nil && info.Mode().IsRegular()
 }
 
-// WithTexts returns the folder with the tokenizer and the chat template of a folder of adapters, if the adapters
-// have a tokenizer of their own. The result shares the weights of f and ends with f.
+// WithTexts returns a copy of f that uses the tokenizer and the chat template of a folder of adapters. If that folder has
+// no tokenizer, it returns f itself. The copy shares f's weights and becomes invalid when f is closed.
 func (f *Folder) WithTexts(adapters string) *Folder {
 	if info, err := os.Stat(filepath.Join(adapters, tokenizerName)); err != nil || !info.Mode().IsRegular() {
 		return f
@@ -117,7 +117,7 @@ func (f *Folder) WithTexts(adapters string) *Folder {
 	return &g
 }
 
-// AdapterBase returns the model that adapters belong to, as their configuration names it.
+// AdapterBase returns the name of the model that adapters belong to, from their configuration.
 func AdapterBase(dir string) (string, error) {
 	c, err := readAdapterConfig(dir)
 	if err != nil {
@@ -208,8 +208,8 @@ func readAdapterConfig(dir string) (c adapterConfig, err error) {
 		}
 	}
 
-	// The tensors say which modules have adapters, and the targets may also be a pattern. Fields that
-	// may be null or of several types are not read.
+	// Do not decode fields that may have several types. target_modules is not needed, because the names of
+	// the tensors show which modules have adapters.
 	for _, name := range []string{"target_modules", "init_lora_weights"} {
 		delete(fields, name)
 	}
@@ -239,8 +239,8 @@ func isEmptyJSON(text json.RawMessage) bool {
 	return slices.Contains([]string{"null", "false", `""`, "{}", "[]"}, strings.TrimSpace(string(text)))
 }
 
-// adapterIn describes the adapters in a file, and returns the names of tensors by the parameters that
-// they hold.
+// adapterIn returns a description of the adapters in a file. tensors maps the names of parameters to the names of the
+// tensors that contain them.
 func (c adapterConfig) adapterIn(f *safetensors.File, config llm.Config, like *Folder) (a llm.LoRA,
 	tensors map[string]string, err error) {
 	names, err := modules(config, like)
@@ -366,7 +366,8 @@ func readAdapterTensor(ctx context.Context, f *safetensors.File, name string, to
 	return nil
 }
 
-// PEFT's names for the matrices of an embedding's adapter. It stores the first one as [rank, vocabulary].
+// PEFT's names for the matrices of an embedding's adapter, of which it stores the first one transposed, as [rank,
+// vocabulary].
 const (
 	embeddingA = ".lora_embedding_A"
 	embeddingB = ".lora_embedding_B"
@@ -384,7 +385,7 @@ func transpose(x []float32, rows, columns int) []float32 {
 }
 
 // SaveAdapter writes the adapters of a model as a folder that PEFT loads: adapter_config.json,
-// adapter_model.safetensors with numbers of float32, and the files of the tokenizer with its chat
+// adapter_model.safetensors in float32, and the files of the tokenizer with its chat
 // template. base names the model that the adapters belong to, for programs that load both.
 //
 // Of the options of SavePretrained, only [Like], [WithTokenizer] and [WithFile] have an effect. The
@@ -396,8 +397,8 @@ func SaveAdapter(ctx context.Context, dir, base string, m *llm.Model, opts ...Sa
 	return nil
 }
 
-// CheckSaveAdapter returns an error if SaveAdapter would refuse any model of the given configuration. A
-// long run calls it before its first step.
+// CheckSaveAdapter returns an error if SaveAdapter would reject every model of the given configuration. Call it before a
+// long run.
 func CheckSaveAdapter(c llm.Config, base string, opts ...SaveOption) error {
 	s, err := newSaving(opts)
 	if err == nil {
@@ -409,7 +410,7 @@ func CheckSaveAdapter(c llm.Config, base string, opts ...SaveOption) error {
 	return nil
 }
 
-// weightsKey is the name of the metadata with the type of the weights that adapters were trained with.
+// weightsKey is the metadata key for the type of the frozen weights with which adapters were trained.
 const weightsKey = "kasmina.weights"
 
 // AdapterWeights returns the type of the frozen weights that adapters saved by SaveAdapter were trained with
@@ -474,7 +475,7 @@ func saveAdapter(ctx context.Context, dir, base string, m *llm.Model, opts []Sav
 	})
 }
 
-// collectAdapter gathers the small files.
+// collectAdapter collects the small files: the configuration, the tokenizer and the chat template.
 func (s *saving) collectAdapter(base string, c llm.Config) error {
 	if err := c.Check(); err != nil {
 		return err
@@ -512,7 +513,7 @@ func adapterConfigOf(base string, c llm.Config, names map[string]string) adapter
 		out.AlphaPattern[names[layer]] = alpha
 	}
 
-	// Short names, such as q_proj, if all layers of that name have adapters.
+	// List short names, such as q_proj, if all layers with that name have adapters.
 	missing := map[string]bool{}
 	for layer, module := range names {
 		if !slices.Contains(a.Targets, layer) {

@@ -40,7 +40,7 @@ type load struct {
 
 	batcher *llm.Batcher
 	device  *cudaops.Device // nil on a CPU
-	drawn   atomic.Int64    // tokens
+	drawn   atomic.Int64    // number of generated tokens
 
 	continues []*llm.Generator // the model, and the model with each of the adapters
 
@@ -50,12 +50,12 @@ type load struct {
 	examples                              []string       // of the first failures
 }
 
-// Counts are the numbers of requests by their ends.
+// counts holds the number of requests for each outcome.
 type counts struct {
 	Answered int64 `json:"answered"`
-	Busy     int64 `json:"busy"` // refused with the status 429
+	Busy     int64 `json:"busy"` // rejected with status 429
 	Gone     int64 `json:"disconnected"`
-	Invalid  int64 `json:"invalid"` // refused as intended
+	Invalid  int64 `json:"invalid"` // rejected, as they should be
 	Failed   int64 `json:"failed"`
 }
 
@@ -81,7 +81,7 @@ type loadReport struct {
 	Now      resources `json:"now"`
 }
 
-// resources are what a server could leak.
+// resources holds the use of resources that a server could leak.
 type resources struct {
 	Heap       float64 `json:"heap_mib"`
 	Process    float64 `json:"process_mib,omitempty"`  // of physical memory; only on Linux
@@ -219,7 +219,7 @@ func drawnAdapters(c llm.Config, n int) (all []*llm.Adapter, err error) {
 	return all, nil
 }
 
-// A counted generator counts the tokens of a load.
+// counted is a generator that counts the tokens of a load.
 type counted struct {
 	*load
 	generator *llm.Generator
@@ -239,7 +239,7 @@ func (c counted) Generate(ctx context.Context, prompt []int, n int, s *sampler.S
 	}
 }
 
-// nameOf returns the name of a model: 0 is the model itself, and k > 0 is the one with adapter k-1.
+// nameOf returns the name of model k. Model 0 has no adapter, and model k > 0 has adapter k-1.
 func (l *load) nameOf(k int) string {
 	if k == 0 {
 		return l.model.name
@@ -247,7 +247,8 @@ func (l *load) nameOf(k int) string {
 	return fmt.Sprintf("adapter%d", k)
 }
 
-// measure returns the result. During the load, it writes a report to lines from time to time.
+// measure measures the speed of the generator alone, then of the server under load, and then of the generator again.
+// During the load, it writes reports to lines.
 func (l *load) measure(ctx context.Context, p cudaops.Precision, lines *json.Encoder) (r loadResult, err error) {
 	c, err := l.open(ctx, p)
 	if err != nil {
@@ -273,6 +274,7 @@ func (l *load) measure(ctx context.Context, p cudaops.Precision, lines *json.Enc
 		return r, err
 	}
 
+	// Start the server, and check its answers before the first measurement.
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		return r, err
@@ -331,7 +333,7 @@ func (l *load) counts() counts {
 	return counts{l.answered.Load(), l.busy.Load(), l.gone.Load(), l.invalid.Load(), l.failed.Load()}
 }
 
-// report writes a line from time to time, until the context is canceled.
+// report writes a report at every interval until ctx is canceled.
 func (l *load) report(ctx context.Context, lines *json.Encoder) error {
 	ticks := time.NewTicker(l.every)
 	defer ticks.Stop()
@@ -357,7 +359,7 @@ func (l *load) report(ctx context.Context, lines *json.Encoder) error {
 	}
 }
 
-// settled returns the resources after a moment in which connections can end.
+// settled waits until connections have been closed and returns the current resources.
 func (l *load) settled() (resources, error) {
 	time.Sleep(500 * time.Millisecond)
 	runtime.GC() // the second collection of resources frees what finalizers release
@@ -388,13 +390,13 @@ func (l *load) resources() (r resources, err error) {
 	return r, nil
 }
 
-// body returns a request for an answer to prompt k.
+// body returns a request with prompt k, for one of the models.
 func (l *load) body(k int, more string) string {
 	return fmt.Sprintf(`{"model":%q,"prompt":[%d,6,7,8,9,10,11,12],"max_tokens":%d,"seed":%d,"ignore_eos":true%s}`,
 		l.nameOf(k%len(l.continues)), k%250+5, l.tokens, k, more)
 }
 
-// check compares answers with the texts that the generators make.
+// check compares an answer of each model with the text that its generator returns.
 func (l *load) check(ctx context.Context, client *http.Client, url string, tok *tokenizers.Tokenizer) (err error) {
 	for k := range l.continues {
 		err = errors.Join(err, l.checkModel(ctx, client, url, tok, k))
@@ -465,7 +467,8 @@ func (l *load) bare(ctx context.Context, d time.Duration) (float64, error) {
 	}), errors.Join(errs...)
 }
 
-// timed runs n goroutines until d has passed, and returns the tokens per second up to then.
+// timed calls run in n goroutines and returns the number of tokens per second until d has passed. run must return soon
+// after its context is done.
 func (l *load) timed(ctx context.Context, d time.Duration, n int, run func(ctx context.Context, k int)) float64 {
 	ctx, cancel := context.WithTimeout(ctx, d)
 	defer cancel()
@@ -489,7 +492,8 @@ func (l *load) serve(ctx context.Context, client *http.Client, url string) float
 	})
 }
 
-// Stop texts of some requests, in JSON and as a list. Random weights draw one in about a quarter of the answers.
+// stopsJSON and stops are the stop texts of some requests. With random weights, one of them occurs in about a quarter of
+// the answers.
 const stopsJSON = `["q","zz","\\u0000\\u0001"]`
 
 var stops = []string{"q", "zz", "\x00\x01"}
@@ -584,7 +588,7 @@ func (l *load) fail(kind, text string) {
 	}
 }
 
-// fault returns what is wrong with an answer, or "". ends tells whether the request had stop texts.
+// fault describes the error in an answer, or returns "". ends is true if the request had stop texts.
 func fault(text []byte, stream, ends bool) string {
 	type choice struct {
 		Text   string

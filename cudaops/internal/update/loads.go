@@ -109,7 +109,7 @@ func (x *Optimizer) makeContiguous() error {
 	return nil
 }
 
-// routeOf returns the route of a load. Neighboring parts are sent at once.
+// routeOf returns the route of a load. Adjacent parts are sent together.
 func (x *Optimizer) routeOf(l *load, slot int) (comm.Route, error) {
 	s, me := x.share, x.share.group.Rank()
 	have := make([][]stretch, s.group.Size()) // each rank's parts, at their addresses here
@@ -139,8 +139,7 @@ func (x *Optimizer) routeOf(l *load, slot int) (comm.Route, error) {
 	return comm.NewRoute(s.group, slot, sends, receives)
 }
 
-// stretch is a range of memory within one buffer or across consecutive buffers. of is the last of
-// these.
+// stretch is a range of memory within one buffer or across consecutive buffers, the last of which is of.
 type stretch struct {
 	of       *program.Buffer
 	from, to gpu.Ptr
@@ -150,8 +149,8 @@ func (s stretch) leg(rank int) comm.Leg {
 	return comm.Leg{Rank: rank, At: ptr(s.from), Bytes: int(s.to - s.from)}
 }
 
-// mergeStretches sorts stretches by address and merges neighbors. Padding for the alignment of the second
-// one may lie between them.
+// mergeStretches sorts stretches by address and merges adjacent ones, even if they are separated by padding for
+// alignment.
 func mergeStretches(some []stretch) (all []stretch) {
 	some = slices.SortedFunc(slices.Values(some), func(a, b stretch) int {
 		return cmp.Compare(a.from, b.from)
@@ -172,15 +171,15 @@ func mergeStretches(some []stretch) (all []stretch) {
 	return all
 }
 
-// canOverlap reports whether parameters can travel during the next run. They cannot if something has to
-// be computed from them first.
+// canOverlap reports whether parameters can be transferred during the next run. They cannot if something
+// must be computed from them before the run.
 func (x *Optimizer) canOverlap() bool {
 	return len(x.copyUpdates) == 0 && len(x.m.Program.Weights) == 0
 }
 
-// sendLoads sends the parameters to all ranks. If during is true, they travel during the next run,
-// after the work that the machine's stream has so far; otherwise their journey is part of the
-// update. Depending on the machine, one of the two calls does nothing.
+// sendLoads sends the parameters to all ranks. If during is true, they are transferred during the next
+// run, after the work that has already been enqueued on the machine's stream. Otherwise, the transfer
+// is part of the update. Machines support only one of the two, and the other call does nothing.
 func (x *Optimizer) sendLoads(during bool) error {
 	s, ctx, on := x.share, x.m.Ctx, x.m.Stream
 	if s == nil || len(s.loads) == 0 || x.canOverlap() != during {

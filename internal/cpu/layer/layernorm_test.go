@@ -55,7 +55,8 @@ func testLayerNormFar[T cpu.Float](t *testing.T, tolerance float64) {
 	}
 }
 
-// layerNormOfShifted computes y, dx and dw in float64 from x − offset, which doesn't change them.
+// layerNormOfShifted computes y, dx and dw in float64. It subtracts offset from x first, which does not change the
+// results.
 func layerNormOfShifted[T cpu.Float](x, w, b, g []T, offset, eps float64) (y, dx, dw []float64) {
 	d := len(w)
 	dw = make([]float64, d)
@@ -89,12 +90,12 @@ func layerNormOfShifted[T cpu.Float](x, w, b, g []T, offset, eps float64) (y, dx
 
 func near[T cpu.Float](t *testing.T, what string, got []T, want []float64, tolerance float64) {
 	t.Helper()
-	var apart, size float64
+	var diff, size float64
 	for i, v := range want {
-		apart += (float64(got[i]) - v) * (float64(got[i]) - v)
+		diff += (float64(got[i]) - v) * (float64(got[i]) - v)
 		size += v * v
 	}
-	if off := math.Sqrt(apart / (size + 1e-12)); !(off <= tolerance) {
+	if off := math.Sqrt(diff / (size + 1e-12)); !(off <= tolerance) {
 		t.Errorf("%s differs by %.2g, want at most %g", what, off, tolerance)
 	}
 }

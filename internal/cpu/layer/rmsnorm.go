@@ -1,5 +1,5 @@
-// Package layer computes the small layers: RMSNorm, rotary position embedding, gated SiLU and GELU,
-// bias and embedding, with their gradients.
+// Package layer computes the layers of a transformer that need no matrix product, with their gradients: RMSNorm and layer
+// normalization, rotary position embedding, the gated activations SiLU and GELU, biases and embeddings.
 package layer
 
 import (

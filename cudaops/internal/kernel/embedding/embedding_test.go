@@ -12,6 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
+// TestEmbedding compares lookups and gradients with those of the CPU, and checks that gradients are deterministic.
 func TestEmbedding(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, c := range []struct{ rows, vocab, d int }{{1, 1, 1}, {7, 5, 3}, {100, 50, 64},
@@ -63,6 +64,7 @@ func TestEmbedding(t *testing.T) {
 	}
 }
 
+// TestEmbeddingUnknownIDs checks that IDs outside the table produce NaN and no gradients.
 func TestEmbeddingUnknownIDs(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	ids := g.UploadInts([]int{0, -1, 2, 1, 1 << 40})

@@ -22,7 +22,7 @@ const (
 	ringAhead      = 3
 )
 
-// grid describes how a layer is divided for a launch.
+// grid describes how a pass of a layer is divided among threads and blocks.
 type grid struct {
 	shape       string // one of the shapes in kasmina_feed.cuh
 	ring        bool   // rows pass through each thread's own part of shared memory
@@ -37,8 +37,8 @@ type grid struct {
 	tiles        int // blocks that cover the columns of a row
 	across, down int // threads per block
 	rowBlocks    int // blocks that divide the rows, taking batches in turn
-	late, ending int // later blocks, with a run of consecutive batches or a short run each
-	run, tail    int // batches in a run and in a short run
+	late, ending int // numbers of blocks that start later; each computes a run or a short run of batches
+	run, tail    int // consecutive batches in a run and in a short run
 	rows         rowGrid
 }
 
@@ -66,8 +66,8 @@ type usage struct{ backward, telemetry, clip, inPlace bool }
 // compute norms of its rows, and to read a row completely before overwriting it.
 func (u usage) joined() bool { return u.backward && (u.telemetry || u.clip || u.inPlace) }
 
-// shared returns the dynamic shared memory, which holds first the feed's rows and later the results
-// of a block's lanes.
+// shared returns the size of the dynamic shared memory, which first holds the rows being read and later the results of
+// the block's threads.
 func (g grid) shared() int {
 	units := blockThreads * max(1, g.perThread/g.each)
 	left := 0
@@ -178,11 +178,11 @@ func (g *grid) spread(l Layer) int {
 	return threads
 }
 
-// acrossOf returns the number of threads of a block, a power of two, that have different columns,
-// given the number of threads that a row takes. If lanes produce records, it is a single warp, so
-// that a block has many lanes and can merge most records itself. Otherwise it is as large as
-// possible without leaving many threads idle. With few batches it is larger, to keep all warps
-// busy.
+// acrossOf returns the number of threads of a block that divide a row's columns, a power of two. threads is the number of
+// threads that a whole row needs; the remaining threads of a block process other rows.
+//
+// If threads produce records, the result is a single warp, so that a block can merge most records itself. Otherwise it is
+// as large as possible without leaving many threads idle. With few batches it is larger, to keep all warps busy.
 func (g *grid) acrossOf(threads, batches int) int {
 	n, records := min(blockThreads, powerOfTwo(threads)), g.use.backward || g.use.telemetry
 	for n > 32 && (records || 8*(kernel.CeilDiv(threads, n)*n-threads) > threads) {
@@ -243,7 +243,7 @@ func (l Layer) workspace(d gpu.DeviceInfo, use usage) (bytes int) {
 		g := newGrid(d, l, i%2 == 0, use)
 		few := g.divideRows(l, 1)
 		g = g.divideRows(l, maxBlocks*d.SMs)
-		g.late, g.ending = few.late, few.ending // the most, which follow fewer blocks
+		g.late, g.ending = few.late, few.ending // which are largest with the fewest blocks
 		var c kernel.Carve
 		g.scratch(l, &c)
 		if l.State.Wide {
