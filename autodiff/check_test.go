@@ -344,18 +344,22 @@ func TestCheckGradientsChangesNothing(t *testing.T) {
 	if _, err := autodiff.CheckGradients(cost, gorgonia.Nodes{x, y}); err != nil {
 		t.Fatal(err)
 	}
+
 	if _, err := autodiff.CheckGradients(
 		must(gorgonia.Log(must(gorgonia.Neg(must(gorgonia.Square(y)))))),
 		gorgonia.Nodes{y}); err == nil {
 		t.Error("a cost of NaN is accepted")
 	}
+
 	if after := fmt.Sprint(x.Value().Data(), x.Value().Shape(), y.Value()); after != before ||
 		x.Value().Uintptr() != memory {
 		t.Errorf("values were\n%s and are\n%s", before, after)
 	}
+
 	if got := len(g.AllNodes()); got != nodes+3 { // Square, Neg and Log are added by the test
 		t.Errorf("the graph had %d nodes and has %d", nodes, got)
 	}
+
 	if cost.Value() != nil || cost.Deriv() != nil {
 		t.Error("the cost node was given a value or a derivative")
 	}
@@ -377,6 +381,7 @@ func TestCheckGradientsAfterOtherGradients(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if !report.OK(1e-6) {
 		t.Errorf("a correct gradient is called wrong:\n%v", report)
 	}
@@ -403,6 +408,7 @@ func TestCheckGradientsOfTransposedValues(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if !report.OK(1e-6) {
 		t.Errorf("a correct gradient is called wrong:\n%v", report)
 	}
@@ -428,6 +434,7 @@ func TestCheckGradientsHoldsRandomInputs(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if !report.OK(1e-6) {
 		t.Errorf("a correct gradient is called wrong:\n%v", report)
 	}
@@ -500,6 +507,7 @@ func TestCheckReportPrintsATable(t *testing.T) {
 	if got := report.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
+
 	if (autodiff.CheckReport{}).OK(1) {
 		t.Error("a report of nothing is called good")
 	}
@@ -531,6 +539,7 @@ func TestCheckGradientsAfterRemovedNodes(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if !report.OK(1e-6) || report.Checked() != 5 {
 		t.Errorf("%v", report)
 	}

@@ -50,12 +50,15 @@ func TestClipGlobalNorm(t *testing.T) {
 	if got := a.grad.Data().([]float64); got[0] != 3*s || got[1] != 0 {
 		t.Errorf("float64 gradient is %v, want [%v 0]", got, 3*s)
 	}
+
 	if got := b.grad.Data().([]float32); got[1] != -4*float32(s) {
 		t.Errorf("float32 gradient is %v, want [0 %v 0]", got, -4*float32(s))
 	}
+
 	if got := float64(*c.grad.(*gorgonia.F64)); got != 12*s {
 		t.Errorf("scalar gradient is %v, want %v", got, 12*s)
 	}
+
 	if norm, err := autodiff.GlobalNorm(model); err != nil || math.Abs(norm-6.5) > 1e-5 {
 		t.Errorf("norm after clipping is %v, error %v, want 6.5", norm, err)
 	}

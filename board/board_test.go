@@ -106,6 +106,7 @@ func TestRun(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.NoError(t, tr.Run(t.Context()))
 	var r api.Run
 	require.Eventually(t, func() bool {
@@ -124,6 +125,7 @@ func TestRun(t *testing.T) {
 		require.EqualValues(t, i+1, s.Step[i])
 		require.EqualValues(t, l, s.Loss[i])
 	}
+
 	var l api.Lattice
 	get(t, url+"api/v1/runs/0/lattice", &l)
 	require.Len(t, l.Layers, 2)
@@ -184,6 +186,7 @@ func TestStream(t *testing.T) {
 			break
 		}
 	}
+
 	require.NoError(t, <-done)
 	require.Len(t, seen, steps)
 	for i, step := range seen {
@@ -207,6 +210,7 @@ func TestHostile(t *testing.T) {
 		b.ServeHTTP(w, r)
 		return w
 	}
+
 	for _, c := range []struct {
 		method, path, host string
 		want               int
@@ -247,6 +251,7 @@ func TestFlood(t *testing.T) {
 		require.NoError(t, err)
 		defer r.Body.Close()
 	}
+
 	refused := 0
 	for range 1000 {
 		w := httptest.NewRecorder()
@@ -255,6 +260,7 @@ func TestFlood(t *testing.T) {
 			refused++
 		}
 	}
+
 	require.Greater(t, refused, 300)
 	require.NoError(t, tr.Run(t.Context()))
 	time.Sleep(50 * time.Millisecond)
@@ -307,6 +313,7 @@ func TestMetrics(t *testing.T) {
 		check.Stdin = strings.NewReader(text + "kasmina_step{run=\n")
 		require.Error(t, check.Run(), "promtool takes anything")
 	})
+
 	t.Run("prometheus_client", func(t *testing.T) {
 		python := os.Getenv("KASMINA_PYTHON") // an interpreter with prometheus_client
 		if python == "" {
@@ -400,6 +407,7 @@ func TestForged(t *testing.T) {
 		"a mode":         {"0/telemetry", `{"mode":"Loud"}`, nil, 400},
 		"no checkpoint":  {"0/save", "{}", nil, 409},
 	}
+
 	tried := false
 	tr.On(func(e llm.Event) error {
 		if e.Kind == llm.StepEnd && !tried {
@@ -411,6 +419,7 @@ func TestForged(t *testing.T) {
 		}
 		return nil
 	})
+
 	require.NoError(t, tr.Run(t.Context()))
 	require.True(t, tried)
 	for _, r := range tr.Model.Kasmina.Report() {
@@ -418,9 +427,11 @@ func TestForged(t *testing.T) {
 			require.Equal(t, state.Dormant, s.Stage)
 		}
 	}
+
 	for range 60 { // guesses of the token
 		order(t, b, "0/stop", "{}", header("Authorization", "Bearer x"))
 	}
+
 	require.Equal(t, 429, order(t, b, "0/stop", "{}", nil).Code)
 }
 
@@ -440,6 +451,7 @@ func (p *planter) Decide(reports []state.Report) []state.Command {
 	case state.Germinated:
 		return []state.Command{{Action: state.Move, Seed: 3, To: state.Training}}
 	}
+
 	return nil
 }
 
@@ -498,6 +510,7 @@ func logged(t *testing.T, name string, steps int) string {
 		}
 		return nil
 	})
+
 	require.NoError(t, tr.Run(t.Context()))
 	return folder
 }
@@ -560,6 +573,7 @@ func TestLogs(t *testing.T) {
 		require.Error(t, err, path)
 		require.Error(t, board.Report(io.Discard, path), path)
 	}
+
 	_, err = board.Logs(nil)
 	require.ErrorContains(t, err, "runs/*")
 	require.Equal(t, 403, order(t, b, "0/stop", "{}", nil).Code)
@@ -609,6 +623,7 @@ func TestFollowWithoutSeeds(t *testing.T) {
 		fmt.Fprintf(w, `{"state":%q,"epoch":%d}`, state, min(epoch, 2))
 	}))
 	defer server.Close()
+
 	asked := counted{}
 	require.NoError(t, (&api.Client{URL: server.URL}).Follow(t.Context(), "0", &asked, nil))
 	require.Equal(t, 2, asked.n)

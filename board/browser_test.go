@@ -108,6 +108,7 @@ func TestPage(t *testing.T) {
 		}
 		return nil
 	})
+
 	paced(tr, 20*time.Millisecond)
 	seen := make(chan struct{})
 	tr.On(func(e llm.Event) error {
@@ -116,6 +117,7 @@ func TestPage(t *testing.T) {
 		}
 		return nil
 	})
+
 	w.Do(chromedp.Navigate(url))
 	w.see("h1")
 	loaded := eval[float64](w, "performance.getEntriesByType('navigation')[0].loadEventEnd")
@@ -207,6 +209,7 @@ func TestFinishedRun(t *testing.T) {
 		}
 		return nil
 	})
+
 	done := make(chan error, 1)
 	go func() { done <- tr.Run(context.Background()) }()
 	w.Do(chromedp.Navigate(url))

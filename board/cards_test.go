@@ -47,6 +47,7 @@ func TestCards(t *testing.T) {
 		"kasmina_gpu_busy_ratio" + second + "0.5"} {
 		require.Contains(t, text, line+"\n")
 	}
+
 	require.NotContains(t, text, "kasmina_gpu_power_watts"+second)
 	require.NotContains(t, text, "kasmina_gpu_busy_ratio"+first)
 	require.Equal(t, 1, strings.Count(text, "# TYPE kasmina_gpu_memory_total_bytes gauge\n"))
@@ -68,6 +69,7 @@ func TestNoCards(t *testing.T) {
 	for range 3 {
 		require.NotContains(t, scrape(t, b), "kasmina_gpu")
 	}
+
 	require.Equal(t, 1, strings.Count(logged.String(), "no driver here"))
 	b.trainers = nil
 	require.NoError(t, b.Close())

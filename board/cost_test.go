@@ -116,10 +116,12 @@ func (m *turns) event(e llm.Event) error {
 	if e.Kind == llm.StepEnd && !m.last.IsZero() {
 		m.times[m.variant] = append(m.times[m.variant], now.Sub(m.last).Seconds())
 	}
+
 	if e.Kind == llm.StepEnd {
 		m.last = now
 		m.steps++
 	}
+
 	if m.variant != without || e.Kind == llm.RunStart || e.Kind == llm.Measured {
 		if err := m.feed(e); err != nil {
 			return err
@@ -127,9 +129,11 @@ func (m *turns) event(e llm.Event) error {
 		m.paid += time.Since(now)
 		m.fed++
 	}
+
 	if e.Kind == llm.StepEnd && m.steps%(*costTurn+1) == 0 {
 		return m.next()
 	}
+
 	return nil
 }
 
@@ -140,19 +144,23 @@ func (m *turns) next() error {
 	for _, s := range turn {
 		sum += s
 	}
+
 	m.means[m.variant] = append(m.means[m.variant], sum/float64(len(turn)))
 	if m.variant == watched {
 		m.look()
 	}
+
 	if m.made++; m.made%variants == 0 {
 		m.round <- struct{}{}
 		if _, more := <-m.go_; !more {
 			return errDone
 		}
 	}
+
 	if m.variant = turnOrders[m.made/variants%len(turnOrders)][m.made%variants]; m.variant == watched {
 		m.look()
 	}
+
 	m.last = time.Time{}
 	return nil
 }
@@ -196,6 +204,7 @@ func cost(b *testing.B, device *cudaops.Device) {
 		goOn <- struct{}{}
 		<-round
 	}
+
 	close(goOn)
 	require.ErrorIs(b, <-ended, errDone)
 	for variant, name := range []string{"without", "board", "viewers"} {
@@ -207,6 +216,7 @@ func cost(b *testing.B, device *cudaops.Device) {
 			b.ReportMetric(100*spread, name+"-±%")
 		}
 	}
+
 	steps := len(m.times[boarded]) + len(m.times[watched])
 	b.ReportMetric(float64(m.paid.Microseconds())/float64(steps), "paid-µs/step")
 	var r api.Run
@@ -223,6 +233,7 @@ func TestGPU(t *testing.T) {
 	if errors.Is(err, cudaops.ErrNoDevice) {
 		t.Skip(err)
 	}
+
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, device.Close()) })
 	tr := costTrainer(t, device)
@@ -284,9 +295,11 @@ func costTrainer(b testing.TB, device *cudaops.Device) *llm.Trainer {
 	if *costLarge {
 		c.Vocab, c.Dim, c.Layers, c.Heads, c.FF = 50304, 768, 12, 12, 2048
 	}
+
 	for block := range c.Layers {
 		c.Kasmina = append(c.Kasmina, block)
 	}
+
 	m, err := llm.NewModel(c.Default(), tensor.Float32, 1, state.WithoutGates())
 	require.NoError(b, err)
 	corpus, err := data.Open(texttest.Files(b, texttest.Numbered(1000)))
@@ -302,6 +315,7 @@ func costTrainer(b testing.TB, device *cudaops.Device) *llm.Trainer {
 	if device != nil {
 		config.Engine = gpu.Engine(device, cudaops.BFloat16)
 	}
+
 	tr, err := llm.NewTrainer(m, loader, adamw, config)
 	require.NoError(b, err)
 	b.Cleanup(func() { require.NoError(b, tr.Close()) })

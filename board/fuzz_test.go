@@ -25,6 +25,7 @@ func FuzzReport(f *testing.F) {
 		`"alpha":0.5,"health":{"variance":1},"events":[{"kind":"StageChanged","reason":"y"}]}]}` +
 		"\n" + `{"event":"sample","step":2,"text":"</script>"}` + "\n" +
 		`{"event":"start","step":1}` + "\n" + `{"event":"end","step":3,"error":"z"}`))
+
 	path := filepath.Join(f.TempDir(), "log.jsonl")
 	const page = 1 << 20 // size of an empty report
 	f.Fuzz(func(t *testing.T, log []byte) {

@@ -36,6 +36,7 @@ func large(t testing.TB, run *store.Run, steps, seeds int) {
 		}
 		return all
 	}
+
 	e := llm.Event{Kind: llm.RunStart, Steps: steps + 1, StepTokens: 1000,
 		Seeds: seeds, ValLoss: math.NaN(),
 		Reports: reports()}
@@ -47,6 +48,7 @@ func large(t testing.TB, run *store.Run, steps, seeds int) {
 			1e-3
 		run.Take(e)
 	}
+
 	e.Kind, e.Reports = llm.EpochEnd, reports()
 	run.Take(e)
 }
@@ -57,6 +59,7 @@ func TestLarge(t *testing.T) {
 	if testing.Short() {
 		t.Skip("takes seconds")
 	}
+
 	w := browser(t)
 	b, err := board.New()
 	require.NoError(t, err)
@@ -89,16 +92,19 @@ func TestLarge(t *testing.T) {
 		};
 		requestAnimationFrame(frame);
 	})`)
+
 	heap := eval[float64](w, "performance.memory.usedJSHeapSize") / 1e6
 	t.Logf("%.0f frames a second, %.0f MB", frames, heap)
 	if *timing {
 		require.Greater(t, frames, 30.0)
 	}
+
 	require.Less(t, heap, 200.0)
 	if whole, ok := renderer(t); ok {
 		t.Logf("%.0f MB in the page's process", whole)
 		require.Less(t, whole, 200.0)
 	}
+
 	require.Empty(t, w.Complaints(), "the browser's console")
 }
 
@@ -114,6 +120,7 @@ func renderer(t *testing.T) (mb float64, ok bool) {
 		}
 		return n
 	}
+
 	all, err := filepath.Glob("/proc/[0-9]*")
 	require.NoError(t, err)
 	for _, p := range all {
@@ -132,6 +139,7 @@ func renderer(t *testing.T) (mb float64, ok bool) {
 		pss := field(filepath.Join(p, "smaps_rollup"), "Pss:") * 1024 / 1e6
 		mb, ok = max(mb, pss), ok || pss > 0
 	}
+
 	return mb, ok
 }
 

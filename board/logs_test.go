@@ -123,6 +123,7 @@ func TestReplacedLog(t *testing.T) {
 	for _, loss := range append(s.Loss, s.ValLoss...) {
 		require.EqualValues(t, 7, loss)
 	}
+
 	var events []api.Event
 	get(t, url+"api/v1/runs/0/events", &events)
 	require.Len(t, events, 11)
@@ -193,6 +194,7 @@ func TestNamesOfLogs(t *testing.T) {
 	for _, r := range runs {
 		names = append(names, r.Name)
 	}
+
 	require.Equal(t, []string{"a/x", "b/x", "y", "own", "y (2)"}, names)
 }
 
@@ -219,6 +221,7 @@ func TestCSV(t *testing.T) {
 		"say \"x\", y":   "say \"x\", y",
 		"":               "",
 	}
+
 	b, err := board.New()
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, b.Close()) })
@@ -230,6 +233,7 @@ func TestCSV(t *testing.T) {
 			run.Take(llm.Event{Kind: llm.StepEnd, Step: step, Loss: -1.5, GradNorm: 1e-7})
 		}
 	}
+
 	w.Do(chromedp.Navigate(url))
 	w.see("#chart-loss canvas")
 	require.Eventually(t, func() bool {
@@ -246,6 +250,7 @@ func TestCSV(t *testing.T) {
 		require.Equal(t, "-1.5", row[3])
 		require.Equal(t, "1e-7", row[5])
 	}
+
 	for name, want := range names {
 		require.True(t, found[want], "%q is not %q in %q", name, want, text)
 	}

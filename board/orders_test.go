@@ -30,6 +30,7 @@ func atStep(t *testing.T, tr *llm.Trainer, step int) (reached <-chan struct{}, g
 		}
 		return nil
 	})
+
 	go func() { ended <- tr.Run(context.Background()) }()
 	return at, on, ended
 }
@@ -54,6 +55,7 @@ func TestPendingOrders(t *testing.T) {
 		require.NoError(t, json.Unmarshal(w.Body.Bytes(), &o), w.Body.String())
 		return o, w.Code
 	}
+
 	paths := map[string]string{}
 	for name, body := range bodies {
 		w := order(t, b, "0/commands", body, nil)
@@ -76,6 +78,7 @@ func TestPendingOrders(t *testing.T) {
 			return o.State != api.Pending
 		}, patience, time.Millisecond)
 	}
+
 	o, _ := status(paths["possible"])
 	require.Equal(t, api.Order{ID: o.ID, State: api.Done, Done: true}, o)
 	stage, err := tr.Model.Kasmina.Lattice(0).Stage(1)
@@ -90,6 +93,7 @@ func TestPendingOrders(t *testing.T) {
 		_, code := status(path)
 		require.Equal(t, 404, code, path)
 	}
+
 	_, code := status("/api/v1/runs/0/orders/x")
 	require.Equal(t, 400, code)
 }
@@ -122,6 +126,7 @@ func TestClientWaitsForPendingOrders(t *testing.T) {
 	for _, l := range tr.Model.Kasmina.Lattices() {
 		require.Equal(t, state.Telemetry{Mode: state.Sampling, Every: 3}, l.Telemetry())
 	}
+
 	require.ErrorIs(t, c.Measure(t.Context(), "0", state.Off, 0), api.ErrRefused)
 	require.ErrorIs(t, c.Stop(t.Context(), "0", "too late"), api.ErrRefused)
 	require.ErrorIs(t, c.Save(t.Context(), "0"), api.ErrRefused)
@@ -168,6 +173,7 @@ func TestTooManyPendingOrders(t *testing.T) {
 			break
 		}
 	}
+
 	close(goOn)
 	require.NoError(t, <-done)
 	require.NotZero(t, full)

@@ -51,6 +51,7 @@ func everywhere(t *testing.T, run *store.Run, blocks int, sample string) {
 		}
 		return all
 	}
+
 	e.Reports = reports(0)
 	run.Take(e)
 	for step := 1; step <= 600; step++ {
@@ -69,6 +70,7 @@ func everywhere(t *testing.T, run *store.Run, blocks int, sample string) {
 			run.Take(e)
 		}
 	}
+
 	e.Kind, e.Reports = llm.EpochEnd, reports(60)
 	seed := &e.Reports[4].Seeds[7*2+1]
 	seed.Stage, seed.Kind, seed.EpochsInStage = state.RolledBack, blueprints.LoRA, 0
@@ -82,10 +84,12 @@ func everywhere(t *testing.T, run *store.Run, blocks int, sample string) {
 		}
 		e.SeedEvents = append(e.SeedEvents, told)
 	}
+
 	for i := range 12 {
 		e.SeedEvents = append(e.SeedEvents, state.Event{Kind: state.StageChanged, Seed: i, Epoch: 60,
 			To: state.Germinated, Reason: "their features are dead"})
 	}
+
 	run.Take(e)
 	e.Kind, e.Text = llm.Noted, "Ada asked on the board to save: before lunch"
 	run.Take(e)
@@ -146,6 +150,7 @@ func TestEverywhere(t *testing.T) {
 		}
 		w.accessible(fmt.Sprint("run ", run.id, " on a phone"))
 	}
+
 	require.Contains(t, w.text("#runs"), name)
 	require.Empty(t, w.Complaints(), "the browser's console")
 }

@@ -51,6 +51,7 @@ func served(b *testing.B, steps int) {
 		run.Take(llm.Event{Kind: llm.EpochEnd, Step: step, Reports: reports})
 		return spent(b) - began
 	}
+
 	alone, seen := 0.0, 0.0
 	for b.Loop() {
 		look()
@@ -63,6 +64,7 @@ func served(b *testing.B, steps int) {
 			alone += second() / stretch
 		}
 	}
+
 	b.ReportMetric(1e3*alone/float64(b.N), "alone-cpu-ms/s")
 	b.ReportMetric(1e3*seen/float64(b.N), "viewers-cpu-ms/s")
 }

@@ -111,6 +111,7 @@ func declaredOptions(folder string) (map[string]bool, error) {
 			return true
 		})
 	}
+
 	return options, err
 }
 

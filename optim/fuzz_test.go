@@ -80,5 +80,6 @@ func finite(data any) bool {
 			all = all && v-v == 0
 		}
 	}
+
 	return all
 }

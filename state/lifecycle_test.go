@@ -170,14 +170,17 @@ func TestRequestGermination(t *testing.T) {
 		Kind: blueprints.ConvFilter}); err != nil {
 		t.Fatal(err)
 	}
+
 	if s := l.Report().Seeds[2]; s.Stage != state.Germinated || s.Slot != 2 ||
 		s.Kind != blueprints.ConvFilter || s.Alpha != 0 {
 		t.Errorf("the germinated seed reports %+v", s)
 	}
+
 	if err := l.RequestGermination(2, state.GerminationRequest{Slot: 1}); !errors.Is(err,
 		state.ErrTransition) || !strings.Contains(err.Error(), "seed 2") {
 		t.Errorf("a second request: error %v", err)
 	}
+
 	if err := lattice(t, 1, 1).RequestGermination(0,
 		state.GerminationRequest{Slot: 1 << 16}); err == nil {
 		t.Error("slot 65536 does not fit the state but is accepted")
@@ -311,6 +314,7 @@ func TestStrategiesAreKeptInBounds(t *testing.T) {
 		Strategy: erratic{answers}}); err != nil {
 		t.Fatal(err)
 	}
+
 	if err := errors.Join(l.Transition(0, state.Training),
 		l.Transition(0, state.Grafting)); err != nil {
 		t.Fatal(err)
@@ -347,10 +351,12 @@ func TestStrategyWithoutAnswer(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if e := epochs(t, l, 1); len(e) != 1 || e[0].Kind != state.StrategyFailed || e[0].Seed != 0 ||
 		e[0].Reason != "α is NaN" {
 		t.Errorf("events %v, want StrategyFailed", e)
 	}
+
 	if got := l.Report().Seeds[0].Alpha; got != 0.5 {
 		t.Errorf("α is %v, want 0.5 as before", got)
 	}
@@ -373,6 +379,7 @@ func TestManyStrategies(t *testing.T) {
 	if full < 250 {
 		t.Fatalf("the table is full at seed %d", full)
 	}
+
 	if err := request(full, 1000); err != nil { // a known strategy still fits
 		t.Error(err)
 	}
@@ -390,6 +397,7 @@ func TestEmbargo(t *testing.T) {
 	if err := l.Recycle(0); !errors.Is(err, state.ErrTransition) {
 		t.Errorf("recycling a dormant seed: error %v", err)
 	}
+
 	if err := errors.Join(l.RequestGermination(0, state.GerminationRequest{Slot: 1}),
 		l.Transition(0, state.Cancelled)); err != nil {
 		t.Fatal(err)
@@ -410,9 +418,11 @@ func TestEmbargo(t *testing.T) {
 	if err := l.Recycle(0); err != nil {
 		t.Fatal(err)
 	}
+
 	if s := l.Report().Seeds[0]; s.Stage != state.Dormant || s.Slot != 0 || s.Alpha != 0 {
 		t.Errorf("the recycled seed reports %+v", s)
 	}
+
 	if err := l.RequestGermination(0, state.GerminationRequest{Slot: 2}); err != nil {
 		t.Error(err)
 	}
@@ -459,6 +469,7 @@ func TestRecycledSeedStartsFresh(t *testing.T) {
 		to(state.Evaluating)); err != nil {
 		t.Fatal(err)
 	}
+
 	if err := to(state.Culled); !errors.Is(err, state.ErrGate) {
 		t.Errorf("errors made in training cull a seed in evaluation: %v", err)
 	}
@@ -468,9 +479,11 @@ func TestRecycledSeedStartsFresh(t *testing.T) {
 		to(state.Training)); err != nil {
 		t.Fatal(err)
 	}
+
 	if err := to(state.Grafting); !errors.Is(err, state.ErrGate) {
 		t.Errorf("the training error of the last blueprint opens the gate of the next one: %v", err)
 	}
+
 	if s := l.Report().Seeds[0]; s.Performance != 0 || s.Stability != 0 || s.Alpha != 0 {
 		t.Errorf("the new blueprint reports %+v", s)
 	}
@@ -493,12 +506,15 @@ func TestRecycledSeedStartsFresh(t *testing.T) {
 	if got := memory(); got != float32(1) { // erratic adds 1 in every epoch of grafting
 		t.Errorf("the strategy's memory is %v after one epoch, want 1", got)
 	}
+
 	if err := errors.Join(to(state.RolledBack), l.Recycle(0), request()); err != nil {
 		t.Fatal(err)
 	}
+
 	if got := memory(); got != float32(0) {
 		t.Errorf("the memory of the last blueprint's strategy, %v, is there for the next one", got)
 	}
+
 	if err := errors.Join(to(state.Training)); err != nil {
 		t.Fatal(err)
 	}
@@ -571,9 +587,11 @@ func TestZeroLattice(t *testing.T) {
 	if _, err := l.StepEpoch(state.Metrics{}); err != nil {
 		t.Error(err)
 	}
+
 	if err := l.Transition(0, state.Germinated); !errors.Is(err, state.ErrSeed) {
 		t.Errorf("error %v", err)
 	}
+
 	if _, err := l.MarshalBinary(); err == nil {
 		t.Error("a lattice without seeds is marshalled")
 	}
@@ -583,6 +601,7 @@ func TestZeroLattice(t *testing.T) {
 	if err := l.RecordHealth(&p, nil); err == nil {
 		t.Error("a pass over no seeds is recorded")
 	}
+
 	if l.Seeds() != 0 || l.Hidden() != 0 || len(l.Report().Seeds) != 0 || len(l.History()) != 0 ||
 		l.Arrays() != nil || l.Verify() != nil || len(l.LearningSlots()) != 0 {
 		t.Error("the zero lattice has something in it")
@@ -668,6 +687,7 @@ func TestConcurrentUse(t *testing.T) {
 	if err := l.Verify(); err != nil {
 		t.Error(err)
 	}
+
 	if s := l.Report().Seeds[63]; s.NonFiniteX != 60 || s.Clips != 60 {
 		t.Errorf("60 passes with one NaN and one clip each are counted as %d and %d",
 			s.NonFiniteX, s.Clips)

@@ -109,6 +109,7 @@ func TestCommandsAreAtomic(t *testing.T) {
 		"1 5 Training"}; !slices.Equal(sorted(heard), want) {
 		t.Errorf("heard %v, want %v", heard, want)
 	}
+
 	if p := m.slots[[2]int{1, 2}]; !slices.Equal(p.Weights, []float64{3, 5}) {
 		t.Errorf("slot 2 of layer 1 starts at %v", p)
 	}
@@ -260,9 +261,11 @@ func TestRefusedCommandsKeepSavedParameters(t *testing.T) {
 		n.Do(append(move(0, 1, state.Stabilization), move(0, 2, state.Grafting)...)...) == nil {
 		t.Fatal("no error")
 	}
+
 	if after := fmt.Sprint(n.Arrays()); after != before {
 		t.Errorf("before:\n%s\nafter:\n%s", before, after)
 	}
+
 	if do(t, n, move(0, 1, state.RolledBack)...); !m.is(0, 2, 1) {
 		t.Errorf("after the rollback the slot is %v", m.slots)
 	}
@@ -304,9 +307,11 @@ func TestSubmittedCommandsWait(t *testing.T) {
 	if err := <-first; err != nil {
 		t.Error(err)
 	}
+
 	if err := <-second; !errors.Is(err, state.ErrTransition) {
 		t.Errorf("got %v", err)
 	}
+
 	if s := n.Report()[0].Seeds[0].Stage; s != state.Germinated {
 		t.Errorf("after Apply the seed is %v", s)
 	}
@@ -334,6 +339,7 @@ func TestNetworkEpoch(t *testing.T) {
 		n.Lattice(0).Epoch() != 1 || n.Lattice(1).Epoch() != 1 {
 		t.Errorf("%v, %v", events, err)
 	}
+
 	if n.Seeds() != 10 || n.Layers() != 2 || n.Lattice(2) != nil || n.Lattice(-1) != nil {
 		t.Error("the network is not the one that was made")
 	}
@@ -492,6 +498,7 @@ func TestNetworkFromEightGoroutines(t *testing.T) {
 	go n.Scrub(ctx, time.Millisecond, func(layer int, err error) {
 		t.Errorf("layer %d: %v", layer, err)
 	})
+
 	var senders sync.WaitGroup
 	for g := range 8 {
 		senders.Go(func() {
@@ -548,6 +555,7 @@ func TestNoSeeds(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if err := n.Do(state.Command{Action: state.Recycle}); !errors.Is(err, state.ErrSeed) ||
 		!strings.Contains(err.Error(), "there are no layers") {
 		t.Errorf("a network without layers: %v", err)
@@ -714,6 +722,7 @@ func TestZeroNetworkAnswers(t *testing.T) {
 	for range zero.Lattices() {
 		t.Error("a lattice in an empty network")
 	}
+
 	_, err := zero.StepEpoch([]state.Metrics{{}})
 	require.ErrorIs(t, err, state.ErrArgument)
 	zero.HoldEvents()()

@@ -66,10 +66,12 @@ func filled(t *testing.T, seeds int) *Lattice {
 	if err != nil {
 		t.Fatal(err)
 	}
+
 	if _, err := l.intern(graft.FixedRamp{Ramp: graft.Sigmoid, Epochs: 9,
 		Target: 1.0 / 3}); err != nil {
 		t.Fatal(err)
 	}
+
 	fill(t, l)
 	return l
 }
@@ -81,6 +83,7 @@ func same(t *testing.T, a, b *Lattice) {
 		a.loss != b.loss || a.config != b.config {
 		t.Errorf("lattices differ: %+v and %+v", a.config, b.config)
 	}
+
 	if !reflect.DeepEqual(a.strategies, b.strategies) {
 		t.Errorf("strategies are %v and %v", a.strategies, b.strategies)
 	}
@@ -109,6 +112,7 @@ func TestBinaryRoundTrip(t *testing.T) {
 	if err := b.Verify(); err != nil {
 		t.Error(err)
 	}
+
 	if b.ID() == 0 || b.ID() == a.ID() {
 		t.Errorf("identities are %d and %d", a.ID(), b.ID())
 	}
@@ -229,6 +233,7 @@ func TestEveryFlippedByteIsFound(t *testing.T) {
 	if err := b.UnmarshalBinary(append(slices.Clone(data), 0)); !errors.Is(err, ErrCorrupt) {
 		t.Errorf("a byte too many: error %v", err)
 	}
+
 	same(t, a, &b) // nothing was applied
 }
 
@@ -392,6 +397,7 @@ func TestSchemaVersions(t *testing.T) {
 	if err := b.UnmarshalBinary(older); err != nil {
 		t.Fatal(err)
 	}
+
 	if err := b.Verify(); err != nil {
 		t.Error(err)
 	}

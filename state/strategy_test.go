@@ -32,9 +32,11 @@ func register(t *testing.T, b blueprints.Blueprint) blueprints.Kind {
 	if k, ok := blueprints.ByName(b.Name); ok {
 		return k
 	}
+
 	if b.Identity == nil {
 		b.Identity = func([]float64, int, *rand.Rand) float64 { return 1 }
 	}
+
 	b.F32, b.F64 = arithmetic[float32](), arithmetic[float64]()
 	k, err := blueprints.Register(b)
 	require.NoError(t, err)
@@ -407,10 +409,12 @@ func TestPanickingStrategy(t *testing.T) {
 		e[bad-1].Kind != state.RampFinished {
 		t.Errorf("%d events, of seed %d: %+v", len(e), bad, e[bad])
 	}
+
 	if r := l.Report(); r.Epoch != 1 || r.Seeds[bad].Alpha != 0 || r.Seeds[bad+1].Alpha != 1 ||
 		r.Seeds[bad].EpochsInStage != 1 {
 		t.Errorf("epoch %d leaves %+v", r.Epoch, r.Seeds[bad])
 	}
+
 	if err := l.Verify(); err != nil {
 		t.Error(err)
 	}

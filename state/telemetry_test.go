@@ -71,6 +71,7 @@ func TestRecordedFiguresHaveTheirTiersPrecision(t *testing.T) {
 		t.Errorf("the next pass goes by %+v and %+v at step %d, want %+v at step 1", p.Input[1],
 			p.Norms[1], p.Step, m)
 	}
+
 	if err := l.Verify(); err != nil {
 		t.Error(err)
 	}
@@ -154,6 +155,7 @@ func TestSampling(t *testing.T) {
 		p.Watch[1] || p.Watch[2] {
 		t.Errorf("the first pass of a tiny share watches %v, want the first seed", p.Watch)
 	}
+
 	if err := lattice(t, 1, 1).SetTelemetry(state.Telemetry{Share: math.NaN()}); !errors.Is(err,
 		state.ErrArgument) {
 		t.Errorf("a share of NaN: error %v", err)
@@ -221,6 +223,7 @@ func TestHistoryOfInterleavedPasses(t *testing.T) {
 		l.RecordGradient(&first, gradient)); err != nil {
 		t.Fatal(err)
 	}
+
 	if h := l.History(); len(h) != 2 || h[1].Seeds[0].Gradient.Norm != 0 {
 		t.Errorf("history %+v, want no gradient in the second report", h)
 	}
@@ -278,6 +281,7 @@ func TestNonFiniteEvents(t *testing.T) {
 		e[1].Seed != 2 || e[1].Value != 8 {
 		t.Errorf("events %+v, want 4 in seed 1 and 8 in seed 2", e)
 	}
+
 	if e := epochs(t, l, 3); len(e) != 0 {
 		t.Errorf("events %+v are reported twice", e)
 	}
@@ -312,6 +316,7 @@ func TestRunningStatistics(t *testing.T) {
 	if got := l.Report().Seeds[0].Drift; math.Abs(got-want) > 1e-6 {
 		t.Errorf("drift is %v, want %v", got, want)
 	}
+
 	if m := norms(); m.Count != 6 || math.Abs(m.Mean-7.0/3) > 1e-12 ||
 		math.Abs(m.Variance-32.0/9) > 1e-12 {
 		t.Errorf("norms are %+v, want 6 rows of mean 7/3 and variance 32/9", m)
@@ -387,6 +392,7 @@ func TestEpochOf100000Seeds(t *testing.T) {
 		t.Errorf("the boundary of an epoch of %d seeds takes %.1f times what the loop does", n,
 			least)
 	}
+
 	if got := l.Report().Seeds[n-1].Alpha; math.Abs(got-float64(tries)/50) > 1e-6 {
 		t.Errorf("α after %d of 50 epochs is %v", tries, got)
 	}

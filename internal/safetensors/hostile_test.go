@@ -31,6 +31,7 @@ func TestHugeHeaders(t *testing.T) {
 	if randtest.Long() {
 		room = 99_000_000 // almost as much as a header may have
 	}
+
 	repeated := func(open string, item func(b *bytes.Buffer, i int), end string) func() []byte {
 		return func() []byte { return header(room, open, item, end) }
 	}

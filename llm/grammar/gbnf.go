@@ -22,6 +22,7 @@ func Parse(source string) (*Grammar, error) {
 	if _, err := parseRules(source); err != nil {
 		return nil, fmt.Errorf("grammar: Parse: %w", err)
 	}
+
 	g, err := newGrammar(func() *node {
 		root, err := parseRules(source)
 		if err != nil {
@@ -32,6 +33,7 @@ func Parse(source string) (*Grammar, error) {
 	if err != nil {
 		return nil, errors.New("grammar: Parse: no text follows the rule root")
 	}
+
 	return g, nil
 }
 
@@ -48,6 +50,7 @@ func parseRules(source string) (root *node, err error) {
 	if !utf8.ValidString(source) {
 		return nil, errors.New("the grammar is not valid UTF-8")
 	}
+
 	p := &ruleParser{source: source, rules: map[string]*node{}, defined: map[string]bool{}}
 	for p.space(true); p.at < len(source); p.space(true) {
 		if err := p.rule(); err != nil {
@@ -61,12 +64,15 @@ func parseRules(source string) (root *node, err error) {
 			return nil, fmt.Errorf("the rule %.60q is used but not defined", name)
 		}
 	}
+
 	if !p.defined["root"] {
 		return nil, errors.New("the rule root is missing")
 	}
+
 	if name := leftRecursive(p.rules); name != "" {
 		return nil, fmt.Errorf("the rule %.60q can start with itself, which is not supported: use repetition", name)
 	}
+
 	return p.rules["root"], nil
 }
 
@@ -121,12 +127,15 @@ func (p *ruleParser) rule() error {
 	if name == "" {
 		return fmt.Errorf("want the name of a rule, not %.20q", p.source[p.at:])
 	}
+
 	if p.space(false); !p.take("::=") {
 		return fmt.Errorf("want ::= after the name %.60q", name)
 	}
+
 	if p.defined[name] {
 		return fmt.Errorf("the rule %.60q is defined twice", name)
 	}
+
 	p.defined[name] = true
 
 	p.space(true)
@@ -134,10 +143,12 @@ func (p *ruleParser) rule() error {
 	if err != nil {
 		return err
 	}
+
 	p.named(name).parts = []*node{n}
 	if p.at < len(p.source) && p.source[p.at] != '\n' && p.source[p.at] != '\r' {
 		return fmt.Errorf("want the end of the line, not %.20q", p.source[p.at:])
 	}
+
 	return nil
 }
 
@@ -199,6 +210,7 @@ func (p *ruleParser) sequence(nested bool) (*node, error) {
 		all.parts = append(all.parts, n)
 		p.space(nested)
 	}
+
 	return all, nil
 }
 
@@ -242,6 +254,7 @@ func (p *ruleParser) character() (rune, error) {
 	if size == 0 || r == '\n' {
 		return 0, errors.New("a literal or a class is not closed")
 	}
+
 	p.at += size
 	if r != '\\' {
 		return r, nil
@@ -250,6 +263,7 @@ func (p *ruleParser) character() (rune, error) {
 	if p.at == len(p.source) {
 		return 0, errors.New("a literal or a class is not closed")
 	}
+
 	c := p.source[p.at]
 	p.at++
 	switch c {
@@ -271,6 +285,7 @@ func (p *ruleParser) character() (rune, error) {
 			}
 		}
 	}
+
 	return 0, fmt.Errorf(`there is no escape sequence \%c`, c)
 }
 
@@ -284,9 +299,11 @@ func (p *ruleParser) literal() (*node, error) {
 		}
 		text.WriteRune(r)
 	}
+
 	if text.Len() == 0 {
 		return newSequence(), nil
 	}
+
 	return mark(text.String()), nil
 }
 
@@ -298,6 +315,7 @@ func (p *ruleParser) class() (*node, error) {
 	if p.take("^") {
 		expression.WriteString("^")
 	}
+
 	empty := true
 	for !p.take("]") {
 		low, err := p.character()
@@ -317,6 +335,7 @@ func (p *ruleParser) class() (*node, error) {
 		fmt.Fprintf(&expression, `\x{%x}-\x{%x}`, low, high)
 		empty = false
 	}
+
 	if empty {
 		return nil, errors.New("a class is empty")
 	}
@@ -325,6 +344,7 @@ func (p *ruleParser) class() (*node, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	return newText(content, false), nil
 }
 
@@ -354,11 +374,13 @@ func leftRecursive(rules map[string]*node) string {
 		state[n] = visited
 		return false
 	}
+
 	for _, name := range slices.Sorted(maps.Keys(rules)) {
 		if starts(rules[name]) {
 			return name
 		}
 	}
+
 	return ""
 }
 
@@ -389,5 +411,6 @@ func emptyNodes(rules map[string]*node) map[*node]bool {
 			visit(rules[name], seen)
 		}
 	}
+
 	return empty
 }

@@ -65,6 +65,7 @@ func draw(t testing.TB, m *Matcher, r *rand.Rand, n int) (text string, complete 
 			return b.String(), true
 		}
 	}
+
 	return b.String(), c.Complete()
 }
 
@@ -103,6 +104,7 @@ func requireValid(t *testing.T, schema string, r *rand.Rand, texts int) {
 			return
 		}
 	}
+
 	require.Positive(t, completed, "no text is complete: %s", schema)
 }
 
@@ -153,6 +155,7 @@ func TestRandomSchemas(t *testing.T) {
 	if testing.Short() {
 		count = 20
 	}
+
 	for i := range count {
 		r := rand.New(rand.NewPCG(uint64(i), 2))
 		schema, err := json.Marshal(randomSchema(r, 3))
@@ -173,6 +176,7 @@ func randomSchema(r *rand.Rand, depth int) any {
 	if depth == 0 {
 		kinds = 7
 	}
+
 	switch r.IntN(kinds) {
 	case 0:
 		return map[string]any{"type": []string{"null", "boolean"}[r.IntN(2)]}
@@ -215,6 +219,7 @@ func randomSchema(r *rand.Rand, depth int) any {
 			required = append(required, name)
 		}
 	}
+
 	s := map[string]any{"type": "object", "properties": properties, "required": required}
 	switch r.IntN(3) {
 	case 0:
@@ -222,6 +227,7 @@ func randomSchema(r *rand.Rand, depth int) any {
 	case 1:
 		s["additionalProperties"] = randomSchema(r, depth-1)
 	}
+
 	return s
 }
 
@@ -291,6 +297,7 @@ func TestConstraint(t *testing.T) {
 		}
 		return all
 	}
+
 	require.Equal(t, []int{'<'}, allowed())
 	require.Error(t, c.Accept(endToken))
 	require.Error(t, c.Accept('>'))
@@ -332,6 +339,7 @@ func FuzzSchema(f *testing.F) {
 	for _, s := range schemas {
 		f.Add(s)
 	}
+
 	f.Fuzz(func(t *testing.T, schema string) {
 		g, err := Schema([]byte(schema))
 		if err != nil {
@@ -360,6 +368,7 @@ func BenchmarkTokens(b *testing.B) {
 		}
 		texts = append(texts, word)
 	}
+
 	v := NewVocabulary(texts, []int{endToken})
 	g, err := Schema([]byte(`{"type":"array","items":{"type":"object","properties":{"name":{"type":"string","maxLength":40},` +
 		`"age":{"type":"integer","minimum":0},"tags":{"type":"array","items":{"enum":["red","green","blue"]}}},` +
@@ -445,6 +454,7 @@ func FuzzParse(f *testing.F) {
 	for _, s := range []string{`root ::= "a"{5}`, "root ::= a | b*\na ::= [^x-z]\nb ::= (\"c\" d)? .\nd ::= a+", "root ::= root \"a\""} {
 		f.Add(s)
 	}
+
 	f.Fuzz(func(t *testing.T, source string) {
 		g, err := Parse(source)
 		if err != nil {

@@ -12,6 +12,7 @@ func (c *compiler) merge(a, b any, where string) (any, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	if b, err = c.expand(b, where); err != nil {
 		return nil, err
 	}
@@ -34,6 +35,7 @@ func (c *compiler) merge(a, b any, where string) (any, error) {
 	} else if v != nil {
 		x, y = x.with("properties", v), y.without("properties")
 	}
+
 	for _, key := range y.keys {
 		other := y.members[key]
 		own, ok := x.members[key]
@@ -50,6 +52,7 @@ func (c *compiler) merge(a, b any, where string) (any, error) {
 		}
 		x = x.with(key, v)
 	}
+
 	return x, nil
 }
 
@@ -67,6 +70,7 @@ func (c *compiler) mergeProperties(x, y *object, where string) (any, error) {
 	if !ok1 && x.has("properties") || !ok2 && y.has("properties") {
 		return nil, failure(where, "properties is not an object")
 	}
+
 	if !ok1 && !ok2 {
 		return nil, nil
 	}
@@ -92,6 +96,7 @@ func (c *compiler) mergeProperties(x, y *object, where string) (any, error) {
 			all = all.with(name, value)
 		}
 	}
+
 	add(p, q, y)
 	add(q, p, x)
 	return all, nil
@@ -153,6 +158,7 @@ func (c *compiler) mergeKeyword(key string, a, b any, where string) (any, error)
 			return all, nil
 		}
 	}
+
 	return nil, failure(where, "it is not supported that allOf, anyOf, oneOf or $ref add another %q", key)
 }
 
@@ -181,9 +187,11 @@ func mergeTypes(a, b any, where string) (any, error) {
 			common = append(common, t)
 		}
 	}
+
 	if len(common) == 0 {
 		return nil, failure(where, "no value has both the types %s and %s", canonical(a), canonical(b))
 	}
+
 	return common, nil
 }
 
@@ -201,6 +209,7 @@ func (c *compiler) exclusive(all []any, where string) error {
 			}
 		}
 	}
+
 	return nil
 }
 
@@ -209,16 +218,20 @@ func (c *compiler) disjoint(a, b any, where string, depth int) (bool, error) {
 	if depth > mostDepth/4 {
 		return false, nil
 	}
+
 	a, err := c.expand(a, where)
 	if err != nil {
 		return false, err
 	}
+
 	if b, err = c.expand(b, where); err != nil {
 		return false, err
 	}
+
 	if a == false || b == false {
 		return true, nil
 	}
+
 	x, ok1 := a.(*object)
 	y, ok2 := b.(*object)
 	if !ok1 || !ok2 {
@@ -250,10 +263,12 @@ func (c *compiler) disjoint(a, b any, where string, depth int) (bool, error) {
 	if err != nil {
 		return false, err
 	}
+
 	types2, err := c.possibleTypes(y, where)
 	if err != nil {
 		return false, err
 	}
+
 	if !slices.ContainsFunc(types1, func(t string) bool { return slices.Contains(types2, t) }) {
 		return true, nil
 	}
@@ -268,6 +283,7 @@ func (c *compiler) disjoint(a, b any, where string, depth int) (bool, error) {
 	if len(types1) != 1 || len(types2) != 1 || types1[0] != "object" {
 		return false, nil
 	}
+
 	return c.disjointObjects(x, y, where, depth)
 }
 
@@ -281,10 +297,12 @@ func (c *compiler) disjointObjects(x, y *object, where string, depth int) (bool,
 		}
 		return m, err
 	}
+
 	p, err := byName(x)
 	if err != nil {
 		return false, err
 	}
+
 	q, err := byName(y)
 	if err != nil {
 		return false, err
@@ -301,11 +319,13 @@ func (c *compiler) disjointObjects(x, y *object, where string, depth int) (bool,
 			return true, nil
 		}
 	}
+
 	for name, other := range q {
 		if _, ok := p[name]; !ok && other.required && x.members["additionalProperties"] == false {
 			return true, nil
 		}
 	}
+
 	return false, nil
 }
 
@@ -318,9 +338,11 @@ func (c *compiler) possibleTypes(o *object, where string) ([]string, error) {
 		}
 		return all, nil
 	}
+
 	if !o.has("type") {
 		return types, nil
 	}
+
 	all, err := c.typesOf(o, where)
 	all = slices.Clone(all)
 	for i, t := range all {
@@ -328,6 +350,7 @@ func (c *compiler) possibleTypes(o *object, where string) ([]string, error) {
 			all[i] = "number"
 		}
 	}
+
 	return all, err
 }
 
@@ -354,5 +377,6 @@ func typeOf(v any) string {
 	case nil:
 		return "null"
 	}
+
 	return "number"
 }

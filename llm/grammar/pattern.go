@@ -52,6 +52,7 @@ func (l lengths) hasAny(low, high int) bool {
 			return true
 		}
 	}
+
 	return false
 }
 
@@ -73,10 +74,12 @@ func newPattern(expression string, l length) (*pattern, error) {
 		}
 		return s
 	})
+
 	tree, err := syntax.Parse(translated, syntax.Perl)
 	if err != nil {
 		return nil, fmt.Errorf("the regular expression %.60q is not supported: %w", expression, err)
 	}
+
 	if err := checkRegexp(tree); err != nil {
 		return nil, fmt.Errorf("the regular expression %.60q is not supported: %w", expression, err)
 	}
@@ -93,6 +96,7 @@ func newPattern(expression string, l length) (*pattern, error) {
 		return nil, fmt.Errorf("the regular expression %.60q, or its combination with a length, is too large",
 			expression)
 	}
+
 	return p, nil
 }
 
@@ -108,11 +112,13 @@ func checkRegexp(re *syntax.Regexp) error {
 		re.Op = syntax.OpCharClass
 		re.Rune = []rune{0, '\n' - 1, '\n' + 1, '\r' - 1, '\r' + 1, '\u2027', '\u202A', unicode.MaxRune}
 	}
+
 	for _, sub := range re.Sub {
 		if err := checkRegexp(sub); err != nil {
 			return err
 		}
 	}
+
 	return nil
 }
 
@@ -127,9 +133,11 @@ func (p *pattern) closure(pc uint32, atStart, atEnd bool, places map[uint32]bool
 	if atEnd {
 		key[1] = 1
 	}
+
 	if seen[key] {
 		return false
 	}
+
 	seen[key] = true
 
 	i := &p.prog.Inst[pc]
@@ -154,6 +162,7 @@ func (p *pattern) closure(pc uint32, atStart, atEnd bool, places map[uint32]bool
 			places[pc] = true
 		}
 	}
+
 	return false
 }
 
@@ -204,18 +213,22 @@ func (p *pattern) findLengths() bool {
 		}
 		return changed
 	}
+
 	for pc, ends := range last {
 		if ends {
 			p.live[pc].set(1)
 		}
 	}
+
 	if p.length.most < 0 {
 		for extend(1, 1) {
 		}
 	}
+
 	for length := 2; length <= p.horizon(); length++ {
 		extend(length, length-1)
 	}
+
 	return true
 }
 
@@ -236,22 +249,27 @@ func (p *pattern) state(places map[uint32]bool, ends bool, count int) int {
 			s.places = append(s.places, place)
 		}
 	}
+
 	slices.Sort(s.places)
 
 	if len(s.places) == 0 && !(s.ends && p.length.accepts(count)) {
 		return dead
 	}
+
 	key := binary.LittleEndian.AppendUint32(nil, uint32(count)<<1)
 	if ends {
 		key[0] |= 1
 	}
+
 	for _, place := range s.places {
 		key = binary.LittleEndian.AppendUint32(key, place)
 	}
+
 	id := p.keys.id(string(key))
 	if id == len(p.states) {
 		p.states = append(p.states, s)
 	}
+
 	return id
 }
 
@@ -277,6 +295,7 @@ func (p *pattern) next(state int, r rune) int {
 			ends = p.closure(i.Out, false, false, places, seen) || ends
 		}
 	}
+
 	return p.state(places, ends, count)
 }
 
@@ -289,6 +308,7 @@ func (p *pattern) any(state int, low, high rune) bool {
 	if try(low) || try(0xE000) {
 		return true
 	}
+
 	for _, place := range s.places {
 		for _, r := range p.changes(place) {
 			if try(r) || try(r+1) {
@@ -296,6 +316,7 @@ func (p *pattern) any(state int, low, high rune) bool {
 			}
 		}
 	}
+
 	return false
 }
 
@@ -306,9 +327,11 @@ func (p *pattern) changes(place uint32) []rune {
 	case syntax.InstRuneAny, syntax.InstRuneAnyNotNL:
 		return []rune{'\n'}
 	}
+
 	if syntax.Flags(i.Arg)&syntax.FoldCase == 0 {
 		return i.Rune
 	}
+
 	var all []rune
 	for _, r := range i.Rune {
 		all = append(all, r, r-1)
@@ -316,6 +339,7 @@ func (p *pattern) changes(place uint32) []rune {
 			all = append(all, f, f-1)
 		}
 	}
+
 	return all
 }
 
@@ -328,11 +352,13 @@ func (p *pattern) matchesAny(place uint32) bool {
 	if try(0) || try(0xE000) {
 		return true
 	}
+
 	for _, r := range p.changes(place) {
 		if try(r) || try(r+1) {
 			return true
 		}
 	}
+
 	return false
 }
 

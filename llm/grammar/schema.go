@@ -134,6 +134,7 @@ func decodeValue(d *json.Decoder, depth int) (any, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	if depth > 10*mostDepth {
 		return nil, errors.New("it is nested too deeply")
 	}
@@ -169,6 +170,7 @@ func decodeValue(d *json.Decoder, depth int) (any, error) {
 		_, err := d.Token()
 		return all, err
 	}
+
 	return t, nil
 }
 
@@ -213,6 +215,7 @@ func (c *compiler) schema(v any, where string) (*node, error) {
 	case *object:
 		return c.keywords(v, where)
 	}
+
 	return nil, failure(where, "it is %.60s, want an object or a boolean", canonical(v))
 }
 
@@ -225,6 +228,7 @@ func (c *compiler) keywords(o *object, where string) (*node, error) {
 	if ref, ok := o.members["$ref"]; ok && o.without("$ref").bare() {
 		return c.ref(ref, where)
 	}
+
 	if o.has("$ref") || o.has("allOf") {
 		v, err := c.expand(o, where)
 		if err != nil {
@@ -272,6 +276,7 @@ func (c *compiler) keywords(o *object, where string) (*node, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	if o.bare() {
 		return c.any(), nil
 	}
@@ -284,6 +289,7 @@ func (c *compiler) keywords(o *object, where string) (*node, error) {
 		}
 		all.parts = append(all.parts, n)
 	}
+
 	return all, nil
 }
 
@@ -309,6 +315,7 @@ func (c *compiler) check(o *object, where string) error {
 			return failure(where, "the keyword %.60q is not supported", k)
 		}
 	}
+
 	return nil
 }
 
@@ -328,15 +335,18 @@ func (c *compiler) ref(ref any, where string) (*node, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	if n := c.refs[at]; n != nil {
 		return n, nil
 	}
+
 	n := newChoice()
 	c.refs[at] = n
 	part, err := c.schema(target, at)
 	if err != nil {
 		return nil, err
 	}
+
 	n.parts = []*node{part}
 	return n, nil
 }
@@ -354,6 +364,7 @@ func (c *compiler) resolve(ref any, where string) (target any, at string, err er
 	if path == "" {
 		return target, "", nil
 	}
+
 	for _, part := range strings.Split(path[1:], "/") {
 		part = unescapePointer(part)
 		switch v := target.(type) {
@@ -372,6 +383,7 @@ func (c *compiler) resolve(ref any, where string) (target any, at string, err er
 			return nil, "", failure(where, "there is nothing at the $ref %.100q", name)
 		}
 	}
+
 	return target, path, nil
 }
 
@@ -395,6 +407,7 @@ func (c *compiler) expand(v any, where string) (any, error) {
 	if !ok {
 		return v, nil
 	}
+
 	if err := c.check(o, where); err != nil {
 		return nil, err
 	}
@@ -407,6 +420,7 @@ func (c *compiler) expand(v any, where string) (any, error) {
 		}
 		parts = append(parts, target)
 	}
+
 	if o.has("allOf") {
 		all, err := list(o, "allOf", where)
 		if err != nil {
@@ -422,6 +436,7 @@ func (c *compiler) expand(v any, where string) (any, error) {
 			return nil, err
 		}
 	}
+
 	return v, nil
 }
 
@@ -457,9 +472,11 @@ func (c *compiler) typesOf(o *object, where string) ([]string, error) {
 		}
 		all = append(all, name)
 	}
+
 	if len(all) == 0 {
 		return nil, failure(where, "type is %.60s, want a name or an array of names", canonical(o.members["type"]))
 	}
+
 	return all, nil
 }
 
@@ -477,6 +494,7 @@ func (c *compiler) typed(o *object, t, where string) (*node, error) {
 	case "boolean":
 		return newChoice(newLexeme(literal("true")), newLexeme(literal("false"))), nil
 	}
+
 	return newLexeme(literal("null")), nil
 }
 
@@ -491,6 +509,7 @@ func (c *compiler) enumeration(o *object, where string) (*node, error) {
 		}
 		values = all
 	}
+
 	if o.has("const") {
 		if values != nil && !slices.ContainsFunc(values, func(v any) bool { return equal(v, o.members["const"]) }) {
 			return newChoice(), nil
@@ -521,6 +540,7 @@ func (c *compiler) enumeration(o *object, where string) (*node, error) {
 			all.parts = append(all.parts, newLexeme(literal(text)))
 		}
 	}
+
 	return all, nil
 }
 
@@ -552,13 +572,16 @@ func count(o *object, key string, usual, most int, where string) (int, error) {
 	if !ok {
 		return usual, nil
 	}
+
 	r := rational(v)
 	if r == nil || !r.IsInt() || r.Sign() < 0 {
 		return 0, failure(where, "%s is %.60s, want an integer of at least 0", key, canonical(v))
 	}
+
 	if r.Cmp(big.NewRat(int64(most), 1)) > 0 {
 		return 0, failure(where, "%s is %.60s, and this server supports up to %d", key, canonical(v), most)
 	}
+
 	return int(r.Num().Int64()), nil
 }
 
@@ -569,13 +592,16 @@ func rational(v any) *big.Rat {
 	if !ok {
 		return nil
 	}
+
 	if _, e, ok := strings.Cut(strings.ToLower(n.String()), "e"); ok && len(strings.TrimLeft(e, "+-0")) > 3 {
 		return nil
 	}
+
 	r, ok := new(big.Rat).SetString(n.String())
 	if !ok {
 		return nil
 	}
+
 	return r
 }
 
@@ -585,6 +611,7 @@ func (c *compiler) text(o *object, where string) (*node, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	most, err := count(o, "maxLength", -1, mostLength, where)
 	if err != nil {
 		return nil, err
@@ -617,6 +644,7 @@ func (c *compiler) text(o *object, where string) (*node, error) {
 	if err != nil {
 		return nil, failure(where, "%v", err)
 	}
+
 	return newText(p, true), nil
 }
 
@@ -637,6 +665,7 @@ func (c *compiler) number(o *object, t, where string) (*node, error) {
 	if t == "integer" {
 		scale = 0
 	}
+
 	if m := bounds["multipleOf"]; m != nil {
 		digits := 0
 		for digits <= fractionDigits && m.Cmp(new(big.Rat).SetFrac(big.NewInt(1), power(digits))) != 0 {
@@ -661,9 +690,11 @@ func (c *compiler) number(o *object, t, where string) (*node, error) {
 	if x := bounds["exclusiveMinimum"]; x != nil && (low == nil || x.Cmp(low) >= 0) {
 		low, exclusiveLow = x, true
 	}
+
 	if x := bounds["exclusiveMaximum"]; x != nil && (high == nil || x.Cmp(high) <= 0) {
 		high, exclusiveHigh = x, true
 	}
+
 	return newLexeme(newNumber(scale, low, high, exclusiveLow, exclusiveHigh)), nil
 }
 
@@ -702,10 +733,12 @@ func (c *compiler) repeated(element *node, least, most int) *node {
 		}
 		return newSequence()
 	}
+
 	rest := newSequence(element, newRepetition(c.comma(element), max(0, least-1), max(-1, most-1)))
 	if least == 0 {
 		return newChoice(rest, newSequence())
 	}
+
 	return rest
 }
 
@@ -738,6 +771,7 @@ func (c *compiler) array(o *object, where string) (*node, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	most, err := count(o, "maxItems", -1, mostRepeat, where)
 	if err != nil {
 		return nil, err
@@ -766,6 +800,7 @@ func (c *compiler) array(o *object, where string) (*node, error) {
 	case !hasItems:
 		items = true
 	}
+
 	if most >= 0 && least > most {
 		return newChoice(), nil
 	}
@@ -776,6 +811,7 @@ func (c *compiler) array(o *object, where string) (*node, error) {
 			return nil, err
 		}
 	}
+
 	if len(prefix) == 0 {
 		return c.enclosed("[", c.repeated(further, least, most), "]"), nil
 	}
@@ -786,6 +822,7 @@ func (c *compiler) array(o *object, where string) (*node, error) {
 	if most < 0 || most > len(prefix) {
 		body = newRepetition(c.comma(further), max(0, least-len(prefix)), max(-1, most-len(prefix)))
 	}
+
 	for i, p := range slices.Backward(prefix) {
 		if most >= 0 && i >= most {
 			continue
@@ -802,6 +839,7 @@ func (c *compiler) array(o *object, where string) (*node, error) {
 			body = newChoice(body, newSequence())
 		}
 	}
+
 	return c.enclosed("[", body, "]"), nil
 }
 
@@ -837,6 +875,7 @@ func properties(o *object, where string) (all []property, err error) {
 			return nil, failure(where, "properties is %.60s, want an object", canonical(v))
 		}
 	}
+
 	for _, name := range declared.keys {
 		all = append(all, property{name, declared.members[name], required[name]})
 	}
@@ -845,11 +884,13 @@ func properties(o *object, where string) (all []property, err error) {
 	if !ok {
 		further = true
 	}
+
 	for _, name := range order {
 		if !declared.has(name) {
 			all = append(all, property{name, further, true})
 		}
 	}
+
 	return all, nil
 }
 
@@ -860,6 +901,7 @@ func (c *compiler) object(o *object, where string) (*node, error) {
 	if err != nil {
 		return nil, err
 	}
+
 	if len(all) == 0 && !o.has("additionalProperties") && !o.has("properties") {
 		return c.members(), nil
 	}
@@ -884,6 +926,7 @@ func (c *compiler) object(o *object, where string) (*node, error) {
 	if further != nil {
 		first, later = c.repeated(further, 0, -1), newRepetition(c.comma(further), 0, -1)
 	}
+
 	for _, p := range slices.Backward(all) {
 		value, err := c.schema(p.value, where+"/properties/"+p.name)
 		if err != nil {
@@ -897,5 +940,6 @@ func (c *compiler) object(o *object, where string) (*node, error) {
 			first, later = newChoice(withFirst, first), newChoice(withLater, later)
 		}
 	}
+
 	return c.enclosed("{", first, "}"), nil
 }

@@ -34,6 +34,7 @@ func Growing() []llm.Event {
 		}
 		return all
 	}
+
 	all := []llm.Event{e}
 	add := func(kind llm.EventKind) { all, e.Kind = append(all, e), 0; all[len(all)-1].Kind = kind }
 
@@ -76,6 +77,7 @@ func Growing() []llm.Event {
 			add(llm.EvalEnd)
 		}
 	}
+
 	add(llm.RunEnd)
 	return all
 }

@@ -11,6 +11,7 @@ func Fake(cards ...Card) *Library {
 		}
 		return 0
 	}
+
 	put := func(to *byte, bytes uint32, s string) bool {
 		return copy(unsafe.Slice(to, bytes), s+"\x00") > 1
 	}
@@ -55,5 +56,6 @@ func Fake(cards ...Card) *Library {
 	if err != nil {
 		panic(err) // cannot happen
 	}
+
 	return l
 }
