@@ -24,7 +24,7 @@ func (d *driver) branch() (b branch, err error) {
 }
 
 // enter replaces the model's parameters, moments and loss scale with the branch's. If the optimizer
-// rejects the branch, nothing changes.
+// rejects the branch, nothing changes, unless the error wraps errNotUndone.
 func (d *driver) enter(b branch) error {
 	scale := d.lossScale()
 	if err := d.setLossScale(b.scale); err != nil {
@@ -32,7 +32,10 @@ func (d *driver) enter(b branch) error {
 	}
 
 	if err := d.t.Optimizer.SetState(b.Moments); err != nil {
-		return errors.Join(err, d.setLossScale(scale))
+		if again := d.setLossScale(scale); again != nil {
+			return fmt.Errorf("%w; %w: %w", err, errNotUndone, again)
+		}
+		return err
 	}
 
 	d.t.learning = nil // the moments may belong to slots that are frozen by now
@@ -47,9 +50,14 @@ func (d *driver) enter(b branch) error {
 	return nil
 }
 
-// errNotTaken marks an error from enter that occurs after the host, but not the engine, has switched to
-// the branch.
-var errNotTaken = errors.New("the engine has not taken the parameters")
+var (
+	// errNotTaken marks an error from enter that occurs after the host, but not the engine, has switched to
+	// the branch.
+	errNotTaken = errors.New("the engine has not taken the parameters")
+
+	// errNotUndone marks an error from enter after which the engine has the loss scale of the branch.
+	errNotUndone = errors.New("restoring the loss scale")
+)
 
 // suspend copies everything that training steps change and returns a function that restores it. If
 // restoring fails, the trainer needs a Resume; the model's own parameters are then only on the host, or
@@ -68,15 +76,19 @@ func (d *driver) suspend() (restore func() error, err error) {
 		if err == nil {
 			install()
 		}
-		err = errors.Join(err, d.t.Loader.SetState(loader), d.t.Optimizer.SetLR(rate), d.enter(own))
+		err = errors.Join(err, d.t.Loader.SetState(loader), d.t.Optimizer.SetLR(rate))
+		entered := d.enter(own)
 		d.t.progress = progress
-		if err != nil {
-			failed := modelLost
-			if errors.Is(err, errNotTaken) {
-				failed = pushFailed
-			}
-			d.t.on(failed, fmt.Errorf("the model could not be restored after its twin's steps: %w", err))
+		if err == nil && entered == nil {
+			return nil
 		}
+
+		failed := modelLost
+		if err == nil && errors.Is(entered, errNotTaken) {
+			failed = pushFailed // only the engine differs
+		}
+		err = errors.Join(err, entered)
+		d.t.on(failed, fmt.Errorf("the model could not be restored after its twin's steps: %w", err))
 		return err
 	}, nil
 }
@@ -97,7 +109,8 @@ func (d *driver) repeat(rates []float64) (norms float64, err error) {
 		}
 
 		if dropped := d.engine.Drop(); dropped != nil {
-			return norms, fmt.Errorf("%w, after: %v", dropped, err) // more serious than a divergence
+			err = fmt.Errorf("%w, after: %v", dropped, err) // more serious than a divergence
+			d.t.on(restoreFailed, fmt.Errorf("the gradients of a failed step were not dropped: %w", err))
 		}
 		return norms, err
 	}

@@ -21,6 +21,7 @@ const (
 	damaged                 // the parameters belong to no step, or to a twin
 	detached                // the engine has not taken over the host's model and moments
 	engineless              // no engine could be created for the model
+	lost                    // like engineless, and the parameters were only in the previous engine
 	closed
 )
 
@@ -35,6 +36,7 @@ const (
 	modelLost     // the parameters could not be restored after a twin's steps
 	pushFailed
 	engineLost
+	allLost  // the engine and the parameters in it
 	restored // a checkpoint, or another trainer's changes to the model, was taken over
 	closing
 )
@@ -49,9 +51,10 @@ var transitions = map[change]map[phase]phase{
 	modelLost:     {ready: damaged, incomplete: damaged},
 	pushFailed:    {ready: detached, incomplete: detached, damaged: detached},
 	engineLost:    {ready: engineless, incomplete: engineless, damaged: engineless, detached: engineless},
-	restored:      {incomplete: ready, damaged: ready, detached: ready, engineless: ready},
+	allLost:       {ready: lost, incomplete: lost, damaged: lost, detached: lost, engineless: lost},
+	restored:      {incomplete: ready, damaged: ready, detached: ready, engineless: ready, lost: ready},
 	closing: {ready: closed, incomplete: closed, damaged: closed, detached: closed,
-		engineless: closed},
+		engineless: closed, lost: closed},
 }
 
 // on records a change and its cause, which is nil unless the change is a failure. A phase keeps its
@@ -76,8 +79,8 @@ var errClosed = errors.New("the trainer is closed")
 func (c condition) err() error {
 	switch c.phase {
 	case incomplete:
-		return fmt.Errorf("the trainer cannot be used before a Resume, since its last step is not "+
-			"complete: %w", c.cause)
+		return fmt.Errorf("the trainer cannot be used before a Resume, since its state is not that of a "+
+			"complete step: %w", c.cause)
 	case damaged:
 		return fmt.Errorf("the trainer cannot be used before a Resume, since the parameters are not "+
 			"those of a complete step: %w", c.cause)
@@ -87,6 +90,9 @@ func (c condition) err() error {
 	case engineless:
 		return fmt.Errorf("there is no engine for the model, so the trainer cannot be used before "+
 			"another Resume, such as from the last checkpoint: %w", c.cause)
+	case lost:
+		return fmt.Errorf("the parameters are lost, because no engine could take them over, so the trainer "+
+			"cannot be used before a Resume from the last checkpoint: %w", c.cause)
 	case closed:
 		return errClosed
 	}
@@ -96,7 +102,7 @@ func (c condition) err() error {
 
 // damage returns the error after which the parameters cannot be saved as the model's, or nil.
 func (c condition) damage() error {
-	if c.phase == damaged {
+	if c.phase == damaged || c.phase == lost {
 		return c.cause
 	}
 	return nil
@@ -106,4 +112,21 @@ func (c condition) damage() error {
 // host.
 func (c condition) mirrored() bool {
 	return c.phase == ready || c.phase == incomplete || c.phase == damaged
+}
+
+// undo restores the state from before an operation, which has failed if cause is not nil. It calls all of the
+// functions, even if one of them fails, and returns the cause. If the state cannot be restored, the error says
+// so, and the trainer needs a Resume.
+func (c *condition) undo(cause error, restore ...func() error) error {
+	var failed error
+	for _, f := range restore {
+		failed = errors.Join(failed, f())
+	}
+	if failed == nil {
+		return cause
+	}
+
+	err := errors.Join(cause, fmt.Errorf("the state from before could not be restored: %w", failed))
+	c.on(restoreFailed, err)
+	return err
 }

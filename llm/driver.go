@@ -265,7 +265,7 @@ func (d *driver) change(old, next modelState, scale *LossScale) error {
 	clock, oldScale := phases.Start(), d.lossScale()
 	make, end, err := d.leave(old)
 	if err != nil {
-		return d.loseEngine(err)
+		return d.loseEngine(old, err)
 	}
 
 	clock.End("closing the engine")
@@ -281,7 +281,7 @@ func (d *driver) change(old, next modelState, scale *LossScale) error {
 
 	if err = put(next, scale); err != nil {
 		if again := put(old, oldScale); again != nil {
-			err = d.loseEngine(fmt.Errorf("%w; restoring the previous engine: %w", err, again))
+			err = d.loseEngine(old, fmt.Errorf("%w; restoring the previous engine: %w", err, again))
 		}
 	}
 
@@ -295,10 +295,16 @@ func (d *driver) change(old, next modelState, scale *LossScale) error {
 	return err
 }
 
-// loseEngine records that no engine could be created for the model, and returns the reason.
-func (d *driver) loseEngine(cause error) error {
+// loseEngine records that no engine could be created for the model, which is in state m, and returns the
+// reason.
+func (d *driver) loseEngine(m modelState, cause error) error {
+	what := engineLost
+	if m.From != nil { // the host does not have all parameters
+		what = allLost
+	}
+
 	d.engine = nil
-	d.t.on(engineLost, cause)
+	d.t.on(what, cause)
 	return d.t.condition.err()
 }
 
@@ -377,7 +383,8 @@ func (d *driver) newEngine() (Engine, error) {
 	return e, err
 }
 
-// replaceEngine installs the engine that make creates for the current model.
+// replaceEngine installs the engine that make creates for the current model. If it returns an error, the
+// new engine, if any, has been closed.
 func (d *driver) replaceEngine(make func() (Engine, error), scale *LossScale) error {
 	held := holderOf(d.t.Model)
 	hold(d.t.Model, nil) // the parameters are only on the host until the new engine exists
@@ -387,12 +394,18 @@ func (d *driver) replaceEngine(make func() (Engine, error), scale *LossScale) er
 		return err
 	}
 
+	if s, ok := e.(Scaler); ok && scale != nil {
+		if err := s.SetLossScale(*scale); err != nil {
+			return errors.Join(err, e.Close())
+		}
+	}
+
 	d.engine, d.name, d.t.learning = e, e.Name(), nil
 	d.t.note(func(e *Event) {
 		e.Params, e.AllParams = trainableIn(d.t.Model, d.t.Config), d.t.Model.NumParams()
 		e.Lattices = d.t.Model.Config.Lattices()
 	})
-	return d.setLossScale(scale)
+	return nil
 }
 
 // forgetFrozen clears the optimizer state of slots that no seed trains any more.

@@ -32,11 +32,10 @@ func listenedWeights(c Config) (names []string) {
 	return names
 }
 
-// listenTo measures the gradients of a model over the next batches of a loader, and then restores the
-// loader's position. The engine must compute the gradients of the Weights; listenTo closes it.
+// listenTo measures the gradients of a model over the next batches of a loader. The engine must compute the
+// gradients of the Weights; listenTo closes it.
 func listenTo(c Config, e Engine, loader Loader) (m heardModel, err error) {
-	from := loader.State()
-	defer func() { err = errors.Join(err, loader.SetState(from), e.Close()) }()
+	defer func() { err = errors.Join(err, e.Close()) }()
 	l, ok := e.(Listener)
 	if !ok {
 		return m, fmt.Errorf("the engine %s does not report gradients", e.Name())
@@ -215,7 +214,9 @@ func (d *driver) hear() (m heardModel, err error) {
 	c.Accumulate, c.listen = 1, listenedWeights(d.t.Model.Config)
 	e, err := build(d.t.Model, d.t.Optimizer, c)
 	if err == nil {
+		from := d.t.Loader.State()
 		m, err = listenTo(d.t.Model.Config, e, d.t.Loader)
+		err = d.t.undo(err, func() error { return d.t.Loader.SetState(from) })
 	}
 	if err != nil {
 		err = fmt.Errorf("listening to the frozen model: %w", err)

@@ -136,7 +136,9 @@ func (s slotStore) Read(layer, slot int) (p state.SlotParams, err error) {
 	return readSlot(weights.Float64s(), scales.Float64s(), slot), nil
 }
 
-// Write sets slots on the host and in the trainer's copy, and clears their optimizer state.
+// Write sets slots on the host and in the trainer's copy, and clears their optimizer state. After an error,
+// nothing has changed, unless the trainer's copy cannot be restored. The model then cannot be used before its
+// trainer resumes from a checkpoint.
 func (s slotStore) Write(writes []state.SlotWrite) error {
 	if err := checkMade(s.Model); err != nil {
 		return err
@@ -186,11 +188,15 @@ func (s slotStore) Write(writes []state.SlotWrite) error {
 		err = e.Forget(ranges...)
 	}
 
-	if err != nil {
-		s.set(before)
-		err = errors.Join(err, e.Push(changed...))
+	if err == nil {
+		return nil
 	}
 
+	s.set(before)
+	if again := e.Push(changed...); again != nil {
+		err = fmt.Errorf("%w; restoring the slots: %w", err, again)
+		holderOf(s.Model).Spoil(err) // some slots may have the new contents where the model is trained
+	}
 	return err
 }
 

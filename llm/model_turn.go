@@ -20,7 +20,17 @@ type paramMirror interface {
 type paramHolder interface {
 	Mirror() paramMirror // the parameters' other copy; nil if they are only on the host
 	Spoiled() error      // why the model cannot be saved; nil if it can
+	// Spoil records that the parameters no longer belong to a complete step, because a failed change could
+	// not be undone.
+	Spoil(cause error)
 }
+
+// abandoned takes the place of a closed trainer that has left parameters that cannot be saved.
+type abandoned struct{ cause error }
+
+func (abandoned) Mirror() paramMirror { return nil }
+func (a abandoned) Spoiled() error    { return a.cause }
+func (abandoned) Spoil(error)         {}
 
 // checkMade returns an error for an uninitialized model. It may be called without the lock, because the
 // lattices of a model are never replaced.
@@ -68,8 +78,8 @@ func settleParams(m *Model) error {
 	if err := pull(m); err != nil {
 		return err
 	}
-	if m.holder != nil && m.holder.Spoiled() != nil {
-		return fmt.Errorf("its trainer has failed, and its parameters are not those of a complete step: %w", m.holder.Spoiled())
+	if cause := spoiledBy(m); cause != nil {
+		return fmt.Errorf("its trainer has failed, and its parameters are not those of a complete step: %w", cause)
 	}
 	return nil
 }
@@ -92,6 +102,14 @@ func hold(m *Model, h paramHolder) { m.holder = h }
 
 // holderOf returns the holder of the parameters.
 func holderOf(m *Model) paramHolder { return m.holder }
+
+// spoiledBy returns the failure after which the parameters cannot be saved as the model's, or nil.
+func spoiledBy(m *Model) error {
+	if m.holder == nil {
+		return nil
+	}
+	return m.holder.Spoiled()
+}
 
 // join registers a trainer of the model and opens the lattices for commands.
 func join(m *Model) {

@@ -396,7 +396,10 @@ func (r *RankGrowth) probe(u Turn, now modelState, all []*rankTarget, ending str
 		return err
 	}
 	from := u.t.Loader.State()
-	defer func() { err = errors.Join(err, u.t.Loader.SetState(from), e.Close()) }()
+	defer func() {
+		err = u.t.undo(err, func() error { return u.t.Loader.SetState(from) })
+		err = errors.Join(err, e.Close())
+	}()
 
 	l, ok := e.(Listener)
 	if !ok {

@@ -146,7 +146,7 @@ func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []opt
 }
 
 // setStates sets the loss scale, the loader and the optimizer to the state that was read. If any of
-// them rejects it, all are restored.
+// them rejects it, all are restored. A trainer for which that fails as well needs another Resume.
 //
 // The optimizer is also tried with the state that a rollback or the end of a trial would need, so
 // that a file that cannot be continued is rejected now.
@@ -161,8 +161,9 @@ func (t *Trainer) setStates(run *resumedRun) error {
 	loader, scale := t.Loader.State(), t.driver.lossScale()
 	known := own.Params
 	undo := func(err error) error {
-		back := []error{t.driver.setOptimizer(known, own), t.Loader.SetState(loader), t.driver.setLossScale(scale)}
-		return errors.Join(append([]error{err}, back...)...)
+		return t.undo(err, func() error { return t.driver.setOptimizer(known, own) },
+			func() error { return t.Loader.SetState(loader) },
+			func() error { return t.driver.setLossScale(scale) })
 	}
 
 	try := func(what string, b branch) error {
@@ -213,7 +214,11 @@ func (t *Trainer) goOn(run *training, other bool) error {
 	t.noteEnd()
 	other = other || !slices.Equal(t.driver.attached, attachedTo(t.Model.Kasmina))
 	if !other && t.driver.engine != nil {
-		if err := t.driver.engine.Push(); err != nil {
+		err := t.driver.engine.Drop() // a failed step may have left gradients
+		if err == nil {
+			err = t.driver.engine.Push()
+		}
+		if err != nil {
 			t.on(restored, nil)
 			t.on(pushFailed, err)
 			return t.condition.err()

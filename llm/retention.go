@@ -263,16 +263,17 @@ func (d *driver) restore(adapter LoRA, params map[string]*tensor.Dense, moments 
 		return d.change(now, next, d.lossScale())
 	}
 
+	// If the optimizer refuses the moments, nothing has changed.
+	if err := d.t.Optimizer.SetState(next.Moments); err != nil {
+		return err
+	}
+
 	for _, p := range next.Params {
 		if to := d.t.Model.Param(p.Name); to != p.Value {
 			copyNumbers(to, p.Value)
 		}
 	}
 	changed(d.t.Model)
-	if err := d.setOptimizer(d.t.Model.Params, next); err != nil {
-		d.t.on(restoreFailed, err)
-		return err
-	}
 	if err := d.engine.Push(); err != nil {
 		d.t.on(pushFailed, err)
 		return err

@@ -195,7 +195,8 @@ type progress struct {
 
 // NewTrainer returns a trainer at step 0. The loader's sequences must have the model's length, and
 // its tokens must be in the model's vocabulary. Several trainers of the same model may be used
-// alternately, in which case each continues from the model's current state.
+// alternately, in which case each continues from the model's current state. If a failed trainer has left
+// parameters that do not belong to a complete step, the new trainer can only be used after a Resume.
 func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer, error) {
 	switch {
 	case m == nil:
@@ -261,7 +262,11 @@ func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer,
 	}
 
 	t.driver.name = t.driver.engine.Name()
+	spoiled := spoiledBy(m)
 	hold(m, holder{t})
+	if spoiled != nil {
+		t.on(modelLost, spoiled)
+	}
 	join(m)
 	t.last = Event{Steps: c.Steps, Budget: c.Budget,
 		StepTokens: c.Batch * c.Accumulate * m.Config.Seq,
@@ -315,8 +320,7 @@ func (t *Trainer) Close() error {
 
 	var errs []error
 	if t.holds() {
-		errs = append(errs, pull(t.Model))
-		hold(t.Model, nil)
+		errs = append(errs, t.release())
 	}
 
 	leave(t.Model)
@@ -326,6 +330,21 @@ func (t *Trainer) Close() error {
 
 	t.on(closing, nil)
 	return errors.Join(errs...)
+}
+
+// release copies the parameters back to the model, which no trainer holds afterwards. If they cannot be
+// copied or do not belong to a complete step, the model can no longer be saved.
+func (t *Trainer) release() error {
+	err, damage := pull(t.Model), t.damage()
+	if err != nil && !errors.Is(err, ErrDiverged) { // after ErrDiverged, the parameters have been copied
+		damage = cmp.Or(damage, err)
+	}
+
+	hold(t.Model, nil)
+	if damage != nil {
+		hold(t.Model, abandoned{damage})
+	}
+	return err
 }
 
 // inTurn calls f with the model locked, unless the trainer cannot be used.
@@ -340,7 +359,8 @@ func (t *Trainer) inTurn(f func() error) error {
 // holder is a trainer in its role as the holder of the model's parameters.
 type holder struct{ *Trainer }
 
-func (h holder) Spoiled() error { return h.damage() }
+func (h holder) Spoiled() error    { return h.damage() }
+func (h holder) Spoil(cause error) { h.on(modelLost, cause) }
 
 func (h holder) Mirror() paramMirror {
 	if !h.mirrored() {
@@ -363,11 +383,11 @@ func (t *Trainer) usable() error {
 
 // takeOver copies the parameters from another trainer to this trainer's engine.
 func (t *Trainer) takeOver() error {
-	if t.driver.engine == nil {
+	if t.phase != ready && t.phase != detached { // the other trainer has not restored this one's own state
 		return t.condition.err()
 	}
 
-	if err := pull(t.Model); err != nil {
+	if err := settleParams(t.Model); err != nil {
 		return err
 	}
 
@@ -643,9 +663,8 @@ func (t *Trainer) step() error {
 		t.on(updateFailed, err)
 		err = errors.Join(err, t.driver.engine.Drop())
 	default:
-		if failed := restore(); failed != nil {
-			t.on(restoreFailed, fmt.Errorf("a failed step could not be undone: %w", failed))
-			return fmt.Errorf("llm: step %d: %w", done+1, errors.Join(err, failed))
+		if err = t.undo(err, restore); t.condition.err() != nil {
+			return fmt.Errorf("llm: step %d: %w", done+1, err)
 		}
 		if errors.Is(err, ErrDiverged) {
 			if err = t.growth.withdraw(err); err == nil {

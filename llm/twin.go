@@ -182,10 +182,13 @@ func (g *growth) adopt() error {
 		return nil
 	}
 
-	if err := g.t.driver.enter(g.twin.branch); errors.Is(err, errNotTaken) {
-		g.t.on(pushFailed, err)
-		return err
-	} else if err != nil {
+	if err := g.t.driver.enter(g.twin.branch); err != nil {
+		switch {
+		case errors.Is(err, errNotTaken):
+			g.t.on(pushFailed, err)
+		case errors.Is(err, errNotUndone):
+			g.t.on(restoreFailed, err)
+		}
 		return err
 	}
 
