@@ -98,6 +98,15 @@ func TestRandomRuns(t *testing.T) {
 	eachGradientType(t, func(t *testing.T, m runtest.Device) { runtest.Campaign(t, m, *randomRuns, plan) })
 }
 
+// TestRandomFailures performs random runs with one failing operation each, such as an allocation or a copy.
+func TestRandomFailures(t *testing.T) {
+	eachGradientType(t, func(t *testing.T, m runtest.Device) {
+		plan := runtest.Plan{Usual: 2 * time.Second, Fixed: 3, Failing: true,
+			Change: func(c *runtest.Case) bool { return runtest.OnlyFault(c, m) }}
+		runtest.Campaign(t, m, *randomRuns, plan)
+	})
+}
+
 // TestRandomRanks performs random runs on several ranks, each with a fake device. Each run must equal the same
 // run on one rank, and so must a run that another number of ranks resumes.
 func TestRandomRanks(t *testing.T) {

@@ -142,6 +142,9 @@ type Fault struct {
 	Early bool `json:"early,omitempty"`
 	// Diverged makes the error wrap llm.ErrDiverged.
 	Diverged bool `json:"diverged,omitempty"`
+	// Lasting makes all later calls of Op fail as well, until the run ends, so that the state from before
+	// often cannot be restored.
+	Lasting bool `json:"lasting,omitempty"`
 }
 
 // String returns the case as JSON, for the flag -case.
@@ -273,6 +276,9 @@ func (c Case) Features() (all []string) {
 		name := "fault: " + f.Op
 		if f.Resuming {
 			name += " while resuming"
+		}
+		if f.Lasting {
+			name += ", lasting"
 		}
 		add(true, name)
 	}

@@ -198,7 +198,7 @@ func (k *checker) base() {
 	}
 
 	k.plain = k.rig(k.Case, nil)
-	k.plain.in.arm("", 0, nil)
+	k.plain.in.startCounting()
 	again := k.plain.run()
 	if textOf(again) != textOf(err) {
 		k.fail(Repeats, "one run ends with %v, the other with %v", err, again)

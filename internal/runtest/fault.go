@@ -64,14 +64,14 @@ func (k *checker) faultOfRun() {
 	calls := k.plain.in.count(f.Op)
 	if len(c.Callbacks) < len(k.Callbacks) { // count again without the calls of the omitted goroutines
 		r := k.rig(c, nil)
-		r.in.arm("", 0, nil)
+		r.in.startCounting()
 		k.must(Traceless, "a run with fewer callbacks", r.run())
 		calls = r.in.count(f.Op)
 		k.closed(r)
 	}
 
 	r := k.rig(c, nil)
-	r.in.arm(f.Op, f.call(calls), f.wraps())
+	r.in.arm(f, f.call(calls))
 	err := r.run()
 	if !r.in.disarm() {
 		k.closed(r)
@@ -81,8 +81,16 @@ func (k *checker) faultOfRun() {
 	k.must(Unharmed, "repairing the folder", r.repair())
 	what := fmt.Sprintf("a run in which call %d of %d of %s fails, after step %d",
 		f.call(calls), calls, f.Op, r.tr.Step())
+	if f.Lasting {
+		what = fmt.Sprintf("a run in which %s fails from call %d of %d on, after step %d", f.Op, f.call(calls), calls,
+			r.tr.Step())
+	}
+
 	stops := isOf(f.Op, "cancel") || isOf(f.Op, "stop")
 	switch {
+	case f.Lasting && r.abandons():
+		k.savesOrRefuses(r, what)
+		k.ended("growth is abandoned")
 	case err == nil && (stops || f.Op == "ReadTokens"): // the loader may have retried
 		k.same(Unharmed, what, r, -1, true)
 		k.ended("the run completes anyway")
@@ -105,6 +113,19 @@ func (k *checker) faultOfRun() {
 	k.closed(r)
 }
 
+// abandons reports whether a run has abandoned growth because of a failure.
+func (r *rig) abandons() bool {
+	return slices.ContainsFunc(r.told, func(t told) bool { return t.err != nil })
+}
+
+// savesOrRefuses checks a run that has abandoned unknown growth. Its trainer must still be able to save, or
+// say that it needs a Resume.
+func (k *checker) savesOrRefuses(r *rig, what string) {
+	if _, err := r.save(); err != nil && !resumeFirst(err) {
+		k.fail(Unharmed, "%s: saving the end: %w", what, err)
+	}
+}
+
 // mostMachineCalls is the approximate number of driver calls in a run.
 const mostMachineCalls = 300
 
@@ -112,7 +133,7 @@ const mostMachineCalls = 300
 func (k *checker) faultOfMachine() {
 	f := k.Fault
 	r := k.rig(k.faultCase(), nil)
-	r.in.arm("", 0, nil)
+	r.in.startCounting()
 	at := 1 + int(f.At*f.At*mostMachineCalls) // prefer early calls, which all runs make
 	happened := k.session.Fail(f.Op, at)
 	err := r.run()
@@ -122,10 +143,8 @@ func (k *checker) faultOfMachine() {
 	}
 
 	what := fmt.Sprintf("a run in which call %d of %s fails, after step %d", at, f.Op, r.tr.Step())
-	told := slices.ContainsFunc(r.told, func(t told) bool { return t.err != nil })
 	switch {
-	case err == nil && told:
-		// It is unknown which growth was abandoned. The run must still be able to save.
+	case err == nil && r.abandons(): // it is unknown which growth
 		_, err := r.save()
 		k.must(Unharmed, what+": saving the end", err)
 		k.ended("a growth is abandoned")
@@ -265,7 +284,7 @@ func (k *checker) faultOfResume() {
 	}
 
 	counter := prepared()
-	counter.in.arm("", 0, nil)
+	counter.in.startCounting()
 	k.must(Resumes, "resuming", counter.resume(path, step, true))
 	calls := counter.in.count(f.Op)
 	k.closed(counter)
@@ -277,7 +296,7 @@ func (k *checker) faultOfResume() {
 	r := prepared()
 	before, err := r.save()
 	k.must(Unharmed, "saving", err)
-	r.in.arm(f.Op, at, f.wraps())
+	r.in.arm(f, at)
 	err = r.resume(path, step, true)
 	if !r.in.disarm() {
 		k.closed(r)
@@ -325,10 +344,10 @@ func (k *checker) rankFault() {
 
 	var failing *rig
 	first, _, errs := k.team(*c, func(r *rig) {
-		r.in.arm("", 0, nil)
+		r.in.startCounting()
 		if r.rank == fails {
 			failing = r
-			r.in.arm(f.Op, f.call(calls), f.wraps())
+			r.in.arm(f, f.call(calls))
 		}
 	}, "")
 

@@ -473,6 +473,7 @@ func (g *generator) fault() *Fault {
 		Early: g.chance(2)}
 	f.Diverged = isOf(f.Op, "callback") && g.chance(4)
 	f.Resuming = resumable(f.Op) && g.chance(6)
+	f.Lasting = lasting(f.Op) && g.chance(3)
 	return f
 }
 

@@ -52,7 +52,13 @@ func resumable(op string) bool {
 	return slices.Contains([]string{"engine", "Push", "SetState", "Declare", "Close", "Pull"}, op)
 }
 
-// injector counts operations and makes one call fail.
+// lasting reports whether an operation may keep failing. These are operations that the trainer also needs to
+// restore the state from before a failure.
+func lasting(op string) bool {
+	return slices.Contains([]string{"engine", "Push", "Pull", "Forget", "Loss", "SetState", "Declare", "SetLR"}, op)
+}
+
+// injector counts operations and makes one call fail, or all calls from one on.
 type injector struct {
 	mu     sync.Mutex
 	counts map[string]int
@@ -60,6 +66,7 @@ type injector struct {
 	at     int    // number of the failing call, from 1; 0 for none
 	fired  bool
 	silent bool
+	lasts  bool  // later calls fail as well
 	wraps  error // a second error that the failure wraps, or nil
 	cancel func()
 	stop   func()
@@ -99,13 +106,16 @@ func (i *injector) settle() {
 
 func newInjector() *injector { return &injector{counts: map[string]int{}} }
 
-// arm makes the at-th call of an operation from now fail.
-func (i *injector) arm(op string, at int, wraps error) {
+// arm makes the at-th call of the fault's operation from now fail.
+func (i *injector) arm(f *Fault, at int) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	i.counts = map[string]int{}
-	i.op, i.at, i.fired, i.wraps = op, at, false, wraps
+	i.op, i.at, i.fired, i.lasts, i.wraps = f.Op, at, false, f.Lasting, f.wraps()
 }
+
+// startCounting counts calls from now on, none of which fails.
+func (i *injector) startCounting() { i.arm(&Fault{}, 0) }
 
 func (i *injector) disarm() (fired bool) {
 	i.mu.Lock()
@@ -144,8 +154,11 @@ func (i *injector) due(op string) bool {
 	}
 
 	i.counts[op]++
-	if i.at == 0 || i.op != op || i.counts[op] != i.at {
+	if i.at == 0 || i.op != op || i.counts[op] < i.at {
 		return false
+	}
+	if i.counts[op] > i.at {
+		return i.lasts
 	}
 
 	i.fired = true

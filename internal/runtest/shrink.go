@@ -39,6 +39,9 @@ func simpler(c Case) (all []Case) {
 	}
 
 	add(func(c *Case) { c.Fault = nil })
+	if c.Fault != nil {
+		add(func(c *Case) { c.Fault.Lasting = false })
+	}
 	add(func(c *Case) { c.Resumes = nil })
 	for i := range c.Resumes {
 		add(func(c *Case) { c.Resumes = slices.Delete(c.Resumes, i, i+1) })
