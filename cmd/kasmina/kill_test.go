@@ -33,7 +33,10 @@ import (
 // kills is the number of runs that TestKilled and TestKilledFinetune each kill:
 //
 //	go test ./cmd/kasmina -run TestKilled -kills 200 -timeout 1h -v
-var kills = flag.Int("kills", 5, "how many times kasmina train and kasmina finetune are killed")
+var (
+	kills    = flag.Int("kills", 5, "how many times kasmina train and kasmina finetune are killed")
+	killTime = flag.Duration("kill-time", time.Hour, "how long TestKilled and TestKilledFinetune start further runs")
+)
 
 const (
 	// aimVariable tells a process when to kill itself; see aim.
@@ -240,11 +243,11 @@ func TestKilledFinetune(t *testing.T) { testKilled(t, tuningRuns(t)) }
 
 func testKilled(t *testing.T, runs []*killedRun) {
 	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
-	dir := t.TempDir()
+	dir, began := t.TempDir(), time.Now()
 	want := map[string]string{} // folders of runs without a kill
-	count, countBy := 0, map[string]int{}
+	count, finished, countBy, phases := 0, 0, map[string]int{}, map[string]int{}
 
-	for i := r.IntN(len(runs)); count < *kills; i++ {
+	for i := r.IntN(len(runs)); count < *kills && time.Since(began) < *killTime; i++ {
 		run := runs[i%len(runs)]
 		if want[run.name] == "" {
 			want[run.name] = filepath.Join(dir, strings.ReplaceAll("want "+run.name, " ", "-"))
@@ -259,7 +262,7 @@ func testKilled(t *testing.T, runs []*killedRun) {
 		out := filepath.Join(dir, fmt.Sprint("killed-", count))
 		var history []string
 		for left := 1 + r.IntN(5); left > 0 && count < *kills; left-- {
-			phase := run.phase(r, countBy)
+			phase := run.phase(r, phases)
 			a := randomAim(r, phase)
 			if a.point != "" && slices.Contains(run.args, "--gpus") && r.IntN(3) == 0 {
 				a.alone = strconv.Itoa(r.IntN(2))
@@ -272,8 +275,9 @@ func testKilled(t *testing.T, runs []*killedRun) {
 			history = append(history, fmt.Sprintf("%+v", a))
 			if run.kill(t, out, a, history) {
 				count++
-				countBy[phase]++
-				countBy[run.name]++
+				phases[phase]++
+				countBy["phase "+phase+", "+run.ranks()]++
+				countBy["run "+run.name]++
 			}
 		}
 		run.finish(t, out, history)
@@ -283,11 +287,21 @@ func testKilled(t *testing.T, runs []*killedRun) {
 		run.finish(t, out, history)
 		run.sameFolder(t, want[run.name], out, history)
 		require.NoError(t, os.RemoveAll(out))
+		finished++
 	}
 
+	t.Logf("%d runs were killed %d times, and each ended with the files of a run that was never killed", finished, count)
 	for _, name := range slices.Sorted(maps.Keys(countBy)) {
 		t.Logf("%4d kills: %s", countBy[name], name)
 	}
+}
+
+// ranks describes the number of ranks of a run.
+func (r *killedRun) ranks() string {
+	if slices.Contains(r.args, "--gpus") {
+		return "2 ranks"
+	}
+	return "1 rank"
 }
 
 // phase returns a random phase among the phases with the fewest kills so far.

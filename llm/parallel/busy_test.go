@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"path/filepath"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -19,9 +20,6 @@ import (
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 )
-
-// silence is a deadline much longer than a step takes.
-const silence = time.Second
 
 // slow is an engine with long work outside steps.
 type slow struct {
@@ -63,10 +61,40 @@ func (s slow) Decoder() (func(ctx context.Context, tokens []int) (any, error), e
 	}, err
 }
 
+// patientDeadline returns a deadline that no step misses, however busy this machine is: many times the longest
+// step of the same run without a deadline.
+func patientDeadline(t *testing.T, s setup) time.Duration {
+	t.Helper()
+	var mu sync.Mutex
+	longest := time.Second / margin
+	errs := on(t, 3, comm.Options{}, func(rank int, team *parallel.Team) error {
+		own, last := s, time.Time{}
+		own.more = func(tr *llm.Trainer) {
+			tr.On(func(e llm.Event) error {
+				mu.Lock()
+				defer mu.Unlock()
+				if e.Kind == llm.StepEnd && !last.IsZero() {
+					longest = max(longest, time.Since(last))
+				}
+				last = time.Now()
+				return nil
+			})
+		}
+		return own.train(t.Context(), rank, 3, team.Engine)
+	})
+
+	require.NoError(t, errors.Join(errs...))
+	return margin * longest
+}
+
+// margin is the factor by which a deadline exceeds the longest step.
+const margin = 20
+
 // TestLongWorkOutsideOfSteps checks that a run succeeds although a rank spends several deadlines on
 // saving, evaluating, sampling or writing the final model.
 func TestLongWorkOutsideOfSteps(t *testing.T) {
-	const long = 5 * silence
+	silence := patientDeadline(t, setup{config: small(), steps: 3, accumulate: 3})
+	long := 3 * silence
 	type work struct {
 		rank   int // index of the slow rank
 		engine slow
@@ -78,14 +106,14 @@ func TestLongWorkOutsideOfSteps(t *testing.T) {
 	for name, c := range map[string]work{
 		"a checkpoint":           {engine: slow{gather: long}},
 		"a part of a checkpoint": {rank: 2, engine: slow{gather: long}, parts: true},
-		"an evaluation": {engine: slow{loss: silence / 2},
+		"an evaluation": {engine: slow{loss: silence / 3},
 			add: func(t *testing.T, tr *llm.Trainer) error {
 				text, err := data.NewEvaluation(texttest.Words(9, 200), tokenizer.Bytes{}, 1,
 					tr.Model.Config.Seq)
 				tr.On(llm.Evaluate(tr, text, 3))
 				return err
 			}},
-		"a sample": {engine: slow{token: silence / 2},
+		"a sample": {engine: slow{token: silence / 3},
 			add: func(t *testing.T, tr *llm.Trainer) error {
 				tr.On(llm.SampleText(tr, tokenizer.Bytes{}, "a", 10, sampler.Config{},
 					filepath.Join(t.TempDir(), "sample"), 3))
