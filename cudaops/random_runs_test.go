@@ -7,6 +7,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -115,6 +117,23 @@ func TestRandomRanks(t *testing.T) {
 			Change: func(c *runtest.Case) bool { return runtest.OnlyRanks(c, m) }}
 		runtest.Campaign(t, m, *randomRuns, plan)
 	})
+}
+
+// TestRanksSaveWithoutOptimizer checks that ranks can save a frozen model before anything is planted that learns.
+func TestRanksSaveWithoutOptimizer(t *testing.T) {
+	c, err := runtest.Parse(`{"seed":1,"model":{"vocab":40,"dim":8,"layers":1,"heads":2,"ff":8,"seq":8,
+		"weights":[{"block":0,"layer":"q"}]},
+		"train":{"steps":4,"batch":1,"accumulate":2,"epoch":2,"frozen":true},
+		"optimizer":{"lr":0.03},"text":{"tokens":1000},"ranks":2,
+		"orders":[{"step":0,"commands":[
+			{"action":"Germinate","layer":0,"seed":0,"kind":"LoRA","size":1},
+			{"action":"Move","layer":0,"seed":0,"to":"Training"}]}]}`)
+	require.NoError(t, err)
+
+	r := runtest.Check(c, fakeMachine(t), t.TempDir())
+	require.NoError(t, r.Skipped)
+	require.Contains(t, r.Checked, runtest.OnRanks)
+	require.Nil(t, r.Failure)
 }
 
 // eachGradientType calls test for machines with each type of gradients.

@@ -464,9 +464,12 @@ func (k *checker) resumesOnRanks(c *Case, path string, step int, end []byte) {
 	k.checked(Resumes)
 }
 
+// possibleOnRanks reports whether several ranks can make a run. They cannot listen to a frozen model.
+func possibleOnRanks(c Case) bool { return !c.Train.Frozen || c.Growth == nil && !c.Train.Directed }
+
 // onRanks returns the case for several ranks, or nil if it cannot run on them.
 func (k *checker) onRanks() *Case {
-	if k.Ranks == 0 || k.machine.Ranks == nil || k.Train.Frozen && k.Growth != nil {
+	if k.Ranks == 0 || k.machine.Ranks == nil || !possibleOnRanks(k.Case) {
 		return nil
 	}
 

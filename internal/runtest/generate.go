@@ -484,7 +484,7 @@ func OnlyRanks(c *Case, m Device) bool {
 	c.Train.Accumulate = max(c.Ranks, c.Train.Accumulate)
 	c.Kasmina.Stability, c.Kasmina.AdaptiveClip = op.Adaptive, 0
 	c.Resumes, c.Replay, c.Callbacks, c.Fault = nil, false, nil, nil
-	return !c.Train.Frozen || c.Growth == nil
+	return possibleOnRanks(*c)
 }
 
 // OnlyFault changes a generated case so that an operation fails and no optional properties are

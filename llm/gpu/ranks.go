@@ -292,7 +292,11 @@ func (r ranked) Step(data.Batch) (loss, norm float64, err error) {
 	return 0, 0, err
 }
 
+// Gather implements [llm.Parallel]. Without parameters that learn, there is no optimizer state.
 func (r ranked) Gather() error {
+	if !r.graph.Updates() {
+		return nil
+	}
 	if err := r.machine.Rank().GatherState(); err != nil {
 		return r.team.Blame(err)
 	}
@@ -301,6 +305,9 @@ func (r ranked) Gather() error {
 
 // Own fetches the optimizer's state from the GPU of this rank.
 func (r ranked) Own() ([]optim.Part, error) {
+	if !r.graph.Updates() {
+		return nil, nil
+	}
 	parts, err := r.machine.Rank().DownloadOwn()
 	if err != nil {
 		return nil, r.team.Blame(err)
