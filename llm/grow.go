@@ -1,6 +1,7 @@
 package llm
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -367,27 +368,31 @@ func (g *growth) tellNotes(notes []string, mean *jsonfloat.Float) error {
 	return nil
 }
 
-// carryOut carries out the controller's commands and records them with the mean loss of the epoch.
-func (g *growth) carryOut(commands []state.Command, mean *jsonfloat.Float) error {
+// carryOut carries out the controller's commands and records them together, with the mean loss of the epoch.
+func (g *growth) carryOut(commands []state.Command, mean *jsonfloat.Float) (err error) {
 	options := g.options
+	var decisions []Decision
 	for _, c := range commands {
-		err := g.t.Model.Kasmina.Obey(c)
 		d := Decision{Loss: mean, Command: &c}
-		if err != nil {
-			d.Refused = err.Error()
+		refused := g.t.Model.Kasmina.Obey(c)
+		if refused != nil {
+			d.Refused = refused.Error()
 		}
-		if err := g.record(d); err != nil {
-			return err
+		decisions = append(decisions, d)
+
+		if refused != nil && options.Refused == nil {
+			err = fmt.Errorf("the controller: %w", refused)
+			break
 		}
-		switch {
-		case err != nil && options.Refused == nil:
-			return fmt.Errorf("the controller: %w", err)
-		case err != nil:
-			options.Refused(c, err)
+		if refused != nil {
+			options.Refused(c, refused)
 		}
 	}
 
-	return nil
+	if failed := g.record(decisions...); failed != nil {
+		return failed
+	}
+	return err
 }
 
 // measureSites records, for the seeds at weights and in the stream, the size of the gradients of the
@@ -470,14 +475,25 @@ func (g *growth) judge() judge.Judge {
 	return judge.Judge{Seeds: g.t.Model.Kasmina, Text: g.options.Validation, Loss: g.t.driver.engine.Loss}
 }
 
-// record writes a decision.
-func (g *growth) record(d Decision) error {
-	if g.options == nil || g.options.Record == nil {
+// record writes decisions. They are written at once, so that a failed write records either all or none of
+// them.
+func (g *growth) record(all ...Decision) error {
+	if g.options == nil || g.options.Record == nil || len(all) == 0 {
 		return nil
 	}
-	d.Step, d.Share = g.t.last.Step, g.t.share
-	d.Unjudged = d.Command != nil && g.options.Validation == nil
-	return d.Write(g.options.Record)
+
+	var lines bytes.Buffer
+	for _, d := range all {
+		d.Step, d.Share = g.t.last.Step, g.t.share
+		d.Unjudged = d.Command != nil && g.options.Validation == nil
+		if err := d.Write(&lines); err != nil {
+			return err
+		}
+	}
+	if _, err := g.options.Record.Write(lines.Bytes()); err != nil {
+		return fmt.Errorf("llm: the record of growth: %w", err)
+	}
+	return nil
 }
 
 // replay returns the record that the run follows, or nil.

@@ -152,12 +152,30 @@ var errUnplanted = errors.New("the model is frozen (TrainConfig.Frozen), and not
 	"Model.Kasmina.Do")
 
 // plantFirst lets the controller of a frozen model decide before the first step that could train a
-// blueprint.
+// blueprint. If a decision cannot be carried out or recorded, all of them are undone.
 func (g *growth) plantFirst() error {
-	if !g.t.Config.Frozen || len(g.t.Model.Planted) > 0 || g.options == nil || anyAwake(g.t.Model.Kasmina) {
+	seeds := g.t.Model.Kasmina
+	if !g.t.Config.Frozen || len(g.t.Model.Planted) > 0 || g.options == nil || anyAwake(seeds) {
 		return nil
 	}
 
+	before := seeds.Arrays()
+	err := g.decideFirst()
+	if err == nil {
+		return nil
+	}
+
+	return g.t.undo(err, func() error {
+		install, err := seeds.Load(before)
+		if err == nil {
+			install()
+		}
+		return err
+	})
+}
+
+// decideFirst asks the controller for its first commands, and carries them out.
+func (g *growth) decideFirst() error {
 	// Listen also when following a record, so that the seeds' figures are the recorded run's.
 	if err := g.listen(); err != nil {
 		return err
