@@ -90,8 +90,7 @@ func clip(r *params.Reader, grads []gorgonia.ValueGrad, limit float64) (norm flo
 	return norm, nil
 }
 
-// globalNorm forms the sum in one pass, and searches for a non-finite element only if the sum shows
-// that there is one.
+// globalNorm computes the sum in one pass, and searches for a non-finite element only if the sum is not finite.
 func globalNorm(ps []params.Param) (float64, error) {
 	var sum float64
 	for i, p := range ps {
@@ -129,7 +128,7 @@ func (e *NonFiniteError) Error() string {
 
 // FirstNonFinite returns the name of the first parameter that contains a NaN or an infinity, and
 // whether there is one. kind is "value" or, if all values are finite, "gradient". Values are checked
-// first because a single non-finite parameter spoils every gradient. A missing value or gradient
+// first because a single non-finite parameter makes all gradients non-finite. A missing value or gradient
 // counts as finite.
 func FirstNonFinite(model []gorgonia.ValueGrad) (name, kind string, found bool) {
 	r := readers.Get().(*params.Reader)

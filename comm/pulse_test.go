@@ -94,8 +94,8 @@ func TestSilentRankIsFound(t *testing.T) {
 	blames(t, all, 1, "hangs: no progress for 500ms. Last steps reported, by rank: -1, 41, -1")
 }
 
-// TestReportsKeepARunAlive checks that neither ranks that report nor ranks before their first report
-// fail the run.
+// TestReportsKeepARunAlive checks that the run does not fail because of ranks that report regularly, or ranks that have
+// not reported yet.
 func TestReportsKeepARunAlive(t *testing.T) {
 	t.Parallel()
 	all := worlds(t, 3, Options{Deadline: short})
@@ -117,7 +117,7 @@ func TestReportsKeepARunAlive(t *testing.T) {
 	require.NoError(t, errors.Join(everywhere(3, func(r int) error { return all[r].Close() })...))
 }
 
-// TestWaitingRankIsNotSilent checks that waiting ranks are not blamed, but the rank they wait for.
+// TestWaitingRankIsNotSilent checks that the rank that others wait for is blamed, and not the waiting ranks.
 func TestWaitingRankIsNotSilent(t *testing.T) {
 	all := worlds(t, 3, Options{Deadline: short})
 	errs := everywhere(3, func(r int) error {

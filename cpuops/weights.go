@@ -21,18 +21,19 @@ type WeightType uint8
 
 // The types of weights.
 const (
-	// Float32 rounds nothing. Products of a few rows are about as fast as with a value of the node.
+	// Float32 holds a weight in 4 bytes, without rounding. Products of a few rows are about as fast as with ordinary
+	// values.
 	Float32 WeightType = WeightType(gemm.Float32)
 	// BFloat16 holds a weight in 2 bytes, rounded to nearest even.
 	BFloat16 WeightType = WeightType(gemm.BFloat16)
-	// Q8 is llama.cpp's q8_0. It holds 32 neighbors in a row in 34 bytes, as multiples of their largest
+	// Q8 is llama.cpp's q8_0. It holds 32 adjacent weights of a row in 34 bytes, as multiples of their largest
 	// magnitude divided by 127.
 	Q8 WeightType = WeightType(gemm.Q8)
 	// Float8 holds a weight as an E4M3 byte, with a float32 scale for each row. Float8 and NF4 suit frozen
 	// weights during training. With few rows, products are slow.
 	Float8 WeightType = WeightType(gemm.Float8)
-	// NF4 holds a weight in 4 bits: bitsandbytes' NormalFloat, with a scale for each 64 neighbors, and
-	// with these scales in 8 bits ("double quantization"). A weight takes 4.13 bits altogether.
+	// NF4 holds a weight in 4 bits: bitsandbytes' NormalFloat, with a scale for every 64 adjacent weights. The scales
+	// take 8 bits each ("double quantization"), so a weight takes 4.13 bits in total.
 	NF4 WeightType = WeightType(gemm.NF4)
 )
 
@@ -159,7 +160,7 @@ func (w *Weights) Add(t WeightType, name string, rows, width int,
 	return nil
 }
 
-// Alias adds the matrix with the name of under another name, too, without a copy.
+// Alias makes the matrix called of available under name as well, without copying it.
 func (w *Weights) Alias(name, of string) error {
 	m := w.Compact(of)
 	if m == nil || w.Has(name) {
@@ -173,13 +174,14 @@ func (w *Weights) Alias(name, of string) error {
 // fillRows returns the number of rows of a matrix that are converted together.
 func fillRows(width int) int { return max(1, 1<<19/(64*width)) * 64 }
 
-// A filling is a matrix that receives its elements in parts.
+// A filling converts a matrix whose elements arrive in parts.
 type filling struct {
 	m       *gemm.Compact
 	row     int
-	pending []float32 // of rows from row on
+	pending []float32 // elements not yet converted, starting with those of row
 }
 
+// put appends elements.
 func (f *filling) put(part []float32) error {
 	for len(part) > 0 {
 		n := min(len(part), cap(f.pending)-len(f.pending))
@@ -210,6 +212,7 @@ func (f *filling) flush() error {
 	return nil
 }
 
+// finish converts the last rows and checks the number of elements.
 func (f *filling) finish() error {
 	if got, want := f.row*f.m.In+len(f.pending), f.m.Out*f.m.In; got != want {
 		return fmt.Errorf("it has %d elements, want %d×%d", got, f.m.Out, f.m.In)

@@ -184,28 +184,28 @@ func (s *seedEvents) take() []state.Event {
 	return list
 }
 
-// tellEpoch emits EpochEnd with the seed events since the previous one, if the last step completed an epoch
+// emitEpochEnd emits EpochEnd with the seed events since the previous one, if the last step completed an epoch
 // of the lattices or if somebody has steered the seeds since the events of the step before.
-func (t *Trainer) tellEpoch() error {
+func (t *Trainer) emitEpochEnd() error {
 	steered := t.steering.told
 	t.steering.told = false
 	if t.Step()%t.Config.Epoch != 0 && !steered {
 		return nil
 	}
-	return t.tellSeeds(t.happened.take())
+	return t.emitSeedEvents(t.happened.take())
 }
 
-// tellRest emits EpochEnd at the end of a run if there have been seed events since the previous EpochEnd.
-func (t *Trainer) tellRest() error {
+// emitRest emits EpochEnd at the end of a run if there have been seed events since the previous EpochEnd.
+func (t *Trainer) emitRest() error {
 	happened := t.happened.take()
 	if len(happened) == 0 {
 		return nil
 	}
-	return t.tellSeeds(happened)
+	return t.emitSeedEvents(happened)
 }
 
-// tellSeeds emits EpochEnd with the given seed events and a report on each lattice, if there are any lattices.
-func (t *Trainer) tellSeeds(happened []state.Event) error {
+// emitSeedEvents emits EpochEnd with the given seed events and a report on each lattice, if there are any lattices.
+func (t *Trainer) emitSeedEvents(happened []state.Event) error {
 	if t.Model.Kasmina.Layers() == 0 {
 		return nil
 	}

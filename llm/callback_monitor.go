@@ -147,19 +147,19 @@ func Scrub(t *Trainer, w io.Writer, period time.Duration) Callback {
 		case RunStart:
 			s.Start()
 		case StepEnd, Interrupted, Failed:
-			return tellCorrupt(s, w, func(err error) error {
+			return reportCorrupt(s, w, func(err error) error {
 				return t.emit(Corrupted, func(e *Event) { e.Err = err })
 			})
 		case RunEnd:
 			s.Stop()
-			return tellCorrupt(s, w, func(error) error { return nil }) // logs are closed at this point
+			return reportCorrupt(s, w, func(error) error { return nil }) // logs are closed at this point
 		}
 		return nil
 	}
 }
 
-// tellCorrupt writes the scrubber's new findings to w and calls to for each.
-func tellCorrupt(s *scrub.Scrubber, w io.Writer, to func(error) error) error {
+// reportCorrupt writes the scrubber's new findings to w and calls to for each.
+func reportCorrupt(s *scrub.Scrubber, w io.Writer, to func(error) error) error {
 	var errs error
 	for _, found := range s.Fresh() {
 		_, err := fmt.Fprintf(w, "corrupt   %v\n", found)

@@ -312,7 +312,7 @@ func (g *growth) endEpoch(loss float64) error {
 		return err
 	}
 
-	if err := g.tellNotes(notes, &mean); err != nil {
+	if err := g.recordNotes(notes, &mean); err != nil {
 		return err
 	}
 
@@ -357,8 +357,8 @@ func (g *growth) review() error {
 	return err
 }
 
-// tellNotes records the controller's notes and sends them to the callbacks after the step.
-func (g *growth) tellNotes(notes []string, mean *jsonfloat.Float) error {
+// recordNotes records the controller's notes and sends them to the callbacks after the step.
+func (g *growth) recordNotes(notes []string, mean *jsonfloat.Float) error {
 	for _, text := range notes {
 		if err := g.record(Decision{Loss: mean, Note: text}); err != nil {
 			return err

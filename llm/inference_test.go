@@ -48,7 +48,7 @@ func TestWindows(t *testing.T) {
 	require.Zero(t, open)
 }
 
-// counted is a machine that keeps a count of open machines.
+// counted is a machine that decrements a count of open machines when it is closed.
 type counted struct {
 	Machine
 	open *int

@@ -18,6 +18,8 @@
 //	llm/data         text, tokens and batches
 //	llm/tokenizer    text to token ids and back
 //	llm/sampler      logits to a token
+//	llm/grammar      restricts generated text to JSON schemas and other grammars
+//	llm/chatdata     conversations and preference pairs for fine-tuning
 //	llm/hf           models and tokenizers of transformers and llama.cpp
 //	llm/gpu          the engine for NVIDIA GPUs
 //	llm/parallel     the engine for several processes
@@ -26,4 +28,6 @@
 //	llm/tensorboard  logs for TensorBoard
 //	llm/plot         pictures of runs
 //	llm/baseline     compressors and n-gram models to compare a model with
+//	llm/tasks        benchmarks with questions and answers
+//	llm/serve        the APIs of OpenAI and Anthropic over HTTP
 package llm

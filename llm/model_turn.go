@@ -87,11 +87,11 @@ func settleParams(m *Model) error {
 // takeToChange locks the model for an operation that changes seeds. Listeners receive the events once
 // done is called.
 func takeToChange(m *Model) (done func()) {
-	tell := m.Kasmina.HoldEvents()
+	release := m.Kasmina.HoldEvents()
 	m.turn.Lock()
 	return sync.OnceFunc(func() {
 		m.turn.Unlock()
-		tell()
+		release()
 	})
 }
 

@@ -14,9 +14,9 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// This file contains the parts that save and load what every run consists of: its progress and settings, the
-// loader, the model, and the optimizer. Growth is another part of the trainer itself. Their states have fixed
-// places in a checkpoint, so that LoadModel and other programs find the model.
+// This file contains the parts of every run, which save and load its progress and settings, the loader, the model, and
+// the optimizer. Growth is a part of the trainer, too. The states of these parts have fixed places in a checkpoint, so
+// that LoadModel and other programs find the model.
 
 // progressPart saves and loads the progress of a run, and compares its settings.
 type progressPart struct{ t *Trainer }
@@ -87,7 +87,7 @@ func (p loaderPart) Save(w *CheckpointWriter) error {
 	return nil
 }
 
-// Load implements [Part]. The loader takes the position over in Trainer.setStates, because it may refuse it.
+// Load implements [Part]. Trainer.setStates passes the position to the loader later, because the loader may reject it.
 func (p loaderPart) Load(r *CheckpointReader) (install func(), err error) {
 	run := r.run.training
 	if err := p.knowsText(run); err != nil {
@@ -189,7 +189,7 @@ func (p optimizerPart) Save(w *CheckpointWriter) error {
 	return nil
 }
 
-// Load implements [Part]. The optimizer takes the state over in Trainer.setStates, because it may refuse it.
+// Load implements [Part]. Trainer.setStates passes the state to the optimizer later, because the optimizer may reject it.
 func (p optimizerPart) Load(r *CheckpointReader) (install func(), err error) {
 	if data := r.run.options.newData; data != nil && !data.Optimizer {
 		return nil, nil // the optimizer starts afresh

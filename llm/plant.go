@@ -91,7 +91,7 @@ func (g *growth) settleSeeds() error {
 		}
 		return g.obeySeeds(p)
 	})
-	return errors.Join(err, g.tellGrowth())
+	return errors.Join(err, g.emitReshaped())
 }
 
 // replant brings the planted and the attached blueprints in line with the stages of their seeds.
@@ -152,7 +152,7 @@ func (g *growth) obeySeeds(p planting) error {
 	clock.End("snapshots")
 	slog.Debug("llm: planted, merged or removed blueprints", "in", clock)
 	if what := describePlanting(p.plant, p.gone, p.merge, g.siteOf); what != "" {
-		g.tellReshaped(what, time.Since(began), nil)
+		g.queueReshaped(what, time.Since(began), nil)
 	}
 
 	return nil
@@ -242,7 +242,7 @@ func (g *growth) attach() error {
 
 	what := fmt.Sprintf("%d chunk seeds use kinds computed as graphs", len(all))
 	if _, err := g.t.Config.Graph(g.t.Model); err != nil {
-		g.tellReshaped(what, time.Since(began), err)
+		g.queueReshaped(what, time.Since(began), err)
 		return g.detach(all)
 	}
 
@@ -250,7 +250,7 @@ func (g *growth) attach() error {
 		return err
 	}
 
-	g.tellReshaped(what, time.Since(began), nil)
+	g.queueReshaped(what, time.Since(began), nil)
 	return nil
 }
 
@@ -312,7 +312,7 @@ func (g *growth) refuse(p planting, cause error, began time.Time) error {
 		}
 	}
 
-	g.tellReshaped(describePlanting(p.plant, nil, nil, g.siteOf), time.Since(began), cause)
+	g.queueReshaped(describePlanting(p.plant, nil, nil, g.siteOf), time.Since(began), cause)
 
 	// Other changes, such as a snapshot before a graft, cannot wait for the next step.
 	return g.replant()

@@ -224,7 +224,7 @@ func (r *RankGrowth) grow(u Turn) error {
 	for _, t := range all {
 		ranks += t.rank + t.added
 	}
-	u.t.growth.tellReshaped(fmt.Sprintf("%d ranks pruned and %d grown: %d ranks in %d of %d layers", pruned, grown,
+	u.t.growth.queueReshaped(fmt.Sprintf("%d ranks pruned and %d grown: %d ranks in %d of %d layers", pruned, grown,
 		ranks, len(next.Adapter.Targets), len(all)), time.Since(start), nil)
 	return nil
 }

@@ -86,7 +86,7 @@ func (g *growth) graft(s state.SeedReport) error {
 
 	what := fmt.Sprintf("%v of size %d, %d blocks to %d", s.Kind, s.Size, blocks, len(order))
 	if err == nil {
-		g.tellReshaped(what, time.Since(start), nil)
+		g.queueReshaped(what, time.Since(start), nil)
 		return nil
 	}
 
@@ -100,7 +100,7 @@ func (g *growth) graft(s state.SeedReport) error {
 		return errors.Join(err, stuck)
 	}
 
-	g.tellReshaped(what, time.Since(start), err)
+	g.queueReshaped(what, time.Since(start), err)
 	return nil
 }
 
@@ -191,7 +191,7 @@ func (g *growth) takeBack(s state.SeedReport) error {
 
 	// As in growBlocks, the twin is given up.
 	g.growthState = growthState{snapshots: g.snapshots.rolledBackTo(i).without(at)}
-	g.tellReshaped(what, time.Since(start), nil)
+	g.queueReshaped(what, time.Since(start), nil)
 	return nil
 }
 
@@ -252,8 +252,8 @@ func (g *growth) canReshape(next layout) error {
 	return g.t.team.agree(memory.Check("the larger model takes", copies*paramBytes))
 }
 
-// tellReshaped queues a Reshaped event for the end of the step.
-func (g *growth) tellReshaped(what string, took time.Duration, err error) {
+// queueReshaped queues a Reshaped event for the end of the step.
+func (g *growth) queueReshaped(what string, took time.Duration, err error) {
 	text := fmt.Sprintf("%s, %d parameters, in %.2f s", what, g.t.Model.NumParams(), took.Seconds())
 	if err != nil {
 		text = what + " was not possible"
@@ -261,8 +261,8 @@ func (g *growth) tellReshaped(what string, took time.Duration, err error) {
 	g.reshaped = append(g.reshaped, Event{Text: text, Err: err})
 }
 
-// tellGrowth emits the queued Reshaped events. After an error the rest waits for the next step.
-func (g *growth) tellGrowth() error {
+// emitReshaped emits the queued Reshaped events. After an error the rest waits for the next step.
+func (g *growth) emitReshaped() error {
 	for {
 		next, ok := g.nextReshaped()
 		if !ok {

@@ -96,7 +96,7 @@ func (t *Trainer) resume(ctx context.Context, path string, opts []ResumeOption) 
 	}
 
 	done() // the report function may save
-	r.tell(differences)
+	r.reportDifferences(differences)
 	return nil
 }
 
@@ -322,8 +322,8 @@ type resumption struct {
 	newData     *Keep
 }
 
-// tell reports the accepted differences.
-func (r *resumption) tell(differences []string) {
+// reportDifferences reports the accepted differences.
+func (r *resumption) reportDifferences(differences []string) {
 	if len(differences) > 0 && r.report != nil {
 		r.report(differences)
 	}

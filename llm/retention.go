@@ -133,7 +133,7 @@ func (r *Retention) StartRun(u Turn) error {
 		}
 	}
 
-	r.tell(u)
+	r.publish(u)
 	return nil
 }
 
@@ -155,12 +155,12 @@ func (r *Retention) FinishStep(u Turn) error {
 	} else {
 		err = r.rollBack(u, rise)
 	}
-	r.tell(u)
+	r.publish(u)
 	return err
 }
 
-// tell adds the figures to the events of the run.
-func (r *Retention) tell(u Turn) {
+// publish adds the figures to the events of the run.
+func (r *Retention) publish(u Turn) {
 	u.t.note(func(e *Event) { e.Retention = r.figures })
 }
 

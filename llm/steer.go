@@ -115,8 +115,8 @@ func (t *Trainer) Note(text string) {
 	}
 }
 
-// tellNotes emits the notes. After an error the rest waits for the next step.
-func (s *steering) tellNotes() error {
+// emitNotes emits the notes. After an error the rest waits for the next step.
+func (s *steering) emitNotes() error {
 	for {
 		s.t.mu.Lock()
 		if len(s.notes) == 0 {

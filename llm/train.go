@@ -461,9 +461,9 @@ func (t *Trainer) Run(ctx context.Context) error {
 
 	for err == nil && t.stopped() == nil && !t.Last().Last {
 		if err = t.step(); err == errTakenBack {
-			err = t.growth.tellGrowth()
+			err = t.growth.emitReshaped()
 		} else if err == nil {
-			err = t.tellStep()
+			err = t.emitStep()
 		}
 		err = t.team.between(err)
 	}
@@ -484,7 +484,7 @@ func (t *Trainer) Run(ctx context.Context) error {
 	}
 
 	t.refuseLate()
-	err = ranks.WithNews(err, t.tellRest())
+	err = ranks.WithNews(err, t.emitRest())
 	return errors.Join(err, t.emit(RunEnd, func(e *Event) { e.Err = err }))
 }
 
@@ -498,11 +498,11 @@ func (t *Trainer) refuseLate() {
 	}
 }
 
-// tellStep emits the events of a step. It stops at the first error, so that later callbacks do not assume
+// emitStep emits the events of a step. It stops at the first error, so that later callbacks do not assume
 // that every earlier callback has accepted the step.
-func (t *Trainer) tellStep() error {
-	for _, tell := range []func() error{t.tellChoices, t.growth.tellGrowth, t.steering.tellNotes, t.tellEpoch} {
-		if err := tell(); err != nil {
+func (t *Trainer) emitStep() error {
+	for _, emit := range []func() error{t.emitChoices, t.growth.emitReshaped, t.steering.emitNotes, t.emitEpochEnd} {
+		if err := emit(); err != nil {
 			return err
 		}
 	}
@@ -562,8 +562,8 @@ func (t *Trainer) end() {
 	t.running, t.ctx = false, nil
 }
 
-// tellChoices emits Chosen after the first step of a run, when all kernels have been chosen.
-func (t *Trainer) tellChoices() error {
+// emitChoices emits Chosen after the first step of a run, when all kernels have been chosen.
+func (t *Trainer) emitChoices() error {
 	if e := t.Last(); e.RunTokens != int64(e.StepTokens) {
 		return nil
 	}

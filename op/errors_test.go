@@ -204,7 +204,7 @@ func TestConstructorErrors(t *testing.T) {
 	}
 }
 
-// TestRunErrors covers errors that depend on values.
+// TestRunErrors checks the errors that depend on the values of operands.
 func TestRunErrors(t *testing.T) {
 	f := dense(tensor.Float64, make([]float64, 15), 3, 5)
 	documents := func(starts, x *gorgonia.Node) (*gorgonia.Node, error) {
@@ -258,6 +258,7 @@ func TestRunErrors(t *testing.T) {
 	}
 }
 
+// TestErrNoTargets checks that a loss without targets returns ErrNoTargets.
 func TestErrNoTargets(t *testing.T) {
 	g := gorgonia.NewGraph()
 	x := gorgonia.NodeFromAny(g, dense(tensor.Float64, make([]float64, 4), 2, 2),

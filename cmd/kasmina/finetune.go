@@ -910,14 +910,14 @@ func (o *finetuneOptions) publish(c *cobra.Command, m *llm.Model, f *hf.Folder, 
 
 	erase()
 	if !o.quiet {
-		o.tell(c.ErrOrStderr())
+		o.printNextSteps(c.ErrOrStderr())
 	}
 
 	return nil
 }
 
-// tell prints the saved files and commands to try next.
-func (o *finetuneOptions) tell(w io.Writer) {
+// printNextSteps prints the saved files and commands to try next.
+func (o *finetuneOptions) printNextSteps(w io.Writer) {
 	if o.savesAdapter() {
 		fmt.Fprintf(w, "saved     the adapters in %s, their checkpoint and the log in %s\n", o.dir().out, o.in(""))
 		fmt.Fprintf(w, "next      kasmina chat -m %s\n", quoted(o.dir().out))

@@ -199,7 +199,7 @@ func TestKasminaInCuMemory(t *testing.T) {
 	ok(t, stream.Destroy())
 }
 
-// same reports whether a and b have the same bits.
+// same reports whether a and b are bit-identical.
 func same(a, b []float32) bool {
 	return slices.EqualFunc(a, b, func(x, y float32) bool {
 		return math.Float32bits(x) == math.Float32bits(y)

@@ -2,8 +2,8 @@ package tokenizer
 
 import "unicode/utf8"
 
-// maxPiece is the largest length in bytes of a piece and thus of a token. It limits the time for
-// hostile texts. Few texts contain longer words, rules or indentations.
+// maxPiece is the maximum length in bytes of a piece, and thus of a token. It limits the time that hostile
+// texts can take. Longer words, lines of dashes or indentations are rare.
 const maxPiece = 128
 
 // A class is the role of a rune for nextPiece.
@@ -29,6 +29,7 @@ var symbols = [][2]rune{
 	{0x1f000, 0x1faff},
 }
 
+// classOf returns the class of a rune.
 func classOf(r rune) class {
 	switch {
 	case r == '\n' || r == '\r':

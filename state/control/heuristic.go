@@ -7,8 +7,8 @@
 // different sites, and [DryRun] prints the commands of a controller. [Governor] supervises them and
 // rolls harmful blueprints back.
 //
-// Pass a controller to a trainer with llm.Trainer's method Grow. Before a run, the trainer calls the
-// controller's methods Check, Parameters, Costs, Plan, Affords, LeastEpochs and Heard, where they exist.
+// Pass a controller to a trainer with llm.Trainer's method Grow. The optional interfaces of package state,
+// such as state.Planner and state.CostLearner, describe what else a controller can do before and during a run.
 package control
 
 import (

@@ -297,8 +297,8 @@ type Target struct {
 	Copy     int       // size in bytes of the copy that measures bandwidth; 0 for the default
 }
 
-// marks manages timing events on the stream. After an error, all methods do nothing until failed
-// returns the error.
+// marks manages timing events on the stream. After an error, its methods do nothing until takeErr has
+// returned the error.
 type marks struct {
 	*Target
 	memory run.Memory

@@ -5,7 +5,7 @@
 // values are copied to shared memory, kStages tiles ahead, and each warp handles kKeys/kWarps keys of a tile. The warps
 // have separate softmaxes, which are merged at the end. decode_append must have stored the rows' own keys and values.
 //
-// Queries after the rotation, and the shares of keys, are rounded to the storage type.
+// The rotated queries and the attention weights are rounded to the storage type.
 #include "decode_attention.cuh"
 #include "mma.cuh"
 #include "overlap.cuh"
@@ -72,7 +72,7 @@ template <class T, int D> __device__ __forceinline__ void attendGrouped(const Ar
     tile::copyCommit();
   }
 
-  // The rotated queries, with zeros for missing heads.
+  // Store the rotated queries, with zeros in place of missing heads.
   const float *cosines = a.cosines, *sines = a.sines;
   if (cosines) cosines += position * (D / 2), sines += position * (D / 2);
   for (int at = threadIdx.x; at < kHeads * chunks; at += kThreads) {
@@ -117,7 +117,7 @@ template <class T, int D> __device__ __forceinline__ void attendGrouped(const Ar
         }
       m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, 1));
       m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, 2));
-      const float of = m == -INFINITY ? 0.0f : m;  // without any key yet, all shares are 0
+      const float of = m == -INFINITY ? 0.0f : m;  // before the first key, all weights are 0
       keep[h] = exp2f(maximum[h] - of);
       maximum[h] = m, sum[h] *= keep[h];
 #pragma unroll
@@ -136,7 +136,7 @@ template <class T, int D> __device__ __forceinline__ void attendGrouped(const Ar
     out.template addNN<T, perWarp>(score, keyTile + tileBytes, warp * perWarp);
   }
 
-  // Merge the warps. The sums take the place of the tiles.
+  // Merge the results of the warps, in the memory of the tiles.
   tile::copyWait<0>();
   __syncthreads();
   float(*merged)[kHeads][D + 2] = reinterpret_cast<float(*)[kHeads][D + 2]>(memory);
@@ -174,7 +174,7 @@ template <class T, int D> __device__ __forceinline__ void attendGrouped(const Ar
   }
   if (slices == 1) return;
 
-  // The last block merges the slices, in order.
+  // The last block to finish merges the slices, in order.
   unsigned* arrived = a.arrived + r * a.kvHeads + kv;
   __threadfence();
   __syncthreads();

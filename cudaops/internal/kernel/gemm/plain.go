@@ -25,7 +25,7 @@ type Product struct {
 // panels.
 const plainColumns, plainStages, plainWarpBytes = 256, 4, 2 * 16 * 128
 
-// Variants returns the variants that accept the launch if all addresses are multiples of 16. Hopper
+// Variants returns the variants that accept the launch if all addresses are aligned to 16 bytes. Hopper
 // has one for 2-byte types if Columns and D are multiples of 8. With Float8, it requires TransW and
 // BFloat16 results, Columns and D must be multiples of 16, and D must exceed 384. The variant's
 // size is the number of columns of a tile.
