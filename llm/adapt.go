@@ -33,11 +33,12 @@ func Adapt(m *Model, a LoRA, seed uint64) (*Model, error) {
 	})
 }
 
-// An Adapter holds the low-rank adapters for a model, apart from that model. [Model.Attach] adds them to it,
-// and a [Batcher] chooses among several for each text.
+// An Adapter holds low-rank adapters or chunk seeds for a model, apart from that model. [Model.Attach] adds low-rank
+// adapters to it, and a [Batcher] chooses among several adapters for each text.
 type Adapter struct {
-	LoRA   LoRA
-	Params []Param // by the names that a model with the adapters has for them
+	LoRA   LoRA        // its zero value if there are only seeds
+	Params []Param     // of LoRA, by the names that a model with the adapters has for them
+	Seeds  []SeedLayer // in the order of their blocks
 }
 
 // NewAdapter returns an adapter with zeros for models of a configuration.
@@ -85,6 +86,9 @@ func (m *Model) Attach(a *Adapter) (*Model, error) {
 	if err := a.fits(m.Config, m.Dtype()); err != nil {
 		return nil, fmt.Errorf("llm: Attach: %w", err)
 	}
+	if len(a.Seeds) > 0 {
+		return nil, errors.New("llm: Attach: the adapter has chunk seeds, which only texts of a Batcher can choose")
+	}
 	next, err := m.adapted(a.LoRA, func(ParamSpec) func() float64 { return nil })
 	if err != nil {
 		return nil, err
@@ -100,8 +104,14 @@ func (m *Model) Attach(a *Adapter) (*Model, error) {
 
 // fits returns an error unless the adapter fits models of a configuration and type.
 func (a *Adapter) fits(c Config, dt tensor.Dtype) error {
-	if a == nil {
+	switch {
+	case a == nil:
 		return errors.New("it is nil")
+	case a.LoRA.IsZero() && len(a.Seeds) == 0:
+		return errors.New("it has neither low-rank adapters nor seeds")
+	}
+	if err := a.seedsFit(c, dt); err != nil || a.LoRA.IsZero() {
+		return err
 	}
 
 	c.Adapter = a.LoRA

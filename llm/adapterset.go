@@ -63,10 +63,10 @@ func NewAdapterSet(ctx context.Context, c Config, adapters []*Adapter, w WeightR
 
 	shapes := c.layerShapes()
 	s := &AdapterSet{n: len(adapters), values: map[string]setParam{}}
-	for _, target := range slices.Sorted(maps.Keys(all)) {
+	for _, target := range slices.Sorted(maps.Keys(all.layers)) {
 		out, in := shapes[target][0], shapes[target][1]
 		ranks, l := 0, stackedLayer{target: target}
-		for _, a := range all[target] {
+		for _, a := range all.layers[target] {
 			if a != nil {
 				ranks += a.Rank
 				l.factors = l.factors || a.Factors != nil
@@ -80,7 +80,7 @@ func NewAdapterSet(ctx context.Context, c Config, adapters []*Adapter, w WeightR
 			factors[i] = 1
 		}
 		from := 0
-		for k, one := range all[target] {
+		for k, one := range all.layers[target] {
 			if one == nil {
 				continue
 			}

@@ -74,7 +74,7 @@ type Batcher struct {
 	graphs    map[passShape]Runner
 	embedders map[scoreShape]Runner
 	spans     kvcache.Spans
-	adapters  selectable // of the model in its last state
+	adapters  *selectable // of the model in its last state
 	selected  lowrank.Selection
 	rowSet    []int        // adapters of the rows of a pass on a device
 	kept      []*batchText // most recently used first

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"sync"
 	"testing"
@@ -12,10 +13,12 @@ import (
 	"github.com/stretchr/testify/require"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/op/kvcache"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 func newBatcher(t *testing.T, m *Model, o BatcherOptions) *Batcher {
@@ -228,6 +231,49 @@ func TestBatcherAdapters(t *testing.T) {
 	t.Run("compact model", func(t *testing.T) { testBatcherAdapters(t, tensor.Float32, true, 2e-5) })
 }
 
+// seededModels returns models with seeds after the blocks of a model: of LowRank, of ChunkMLP, and of all kinds, at
+// various α, in chunks.
+func seededModels(t *testing.T, base *Model) (all []*Model) {
+	for _, kind := range []blueprints.Kind{blueprints.LowRank, blueprints.ChunkMLP} {
+		m, err := TuneSeeds(base, kind, 3)
+		require.NoError(t, err)
+		fillSeeds(m)
+		all = append(all, m)
+	}
+
+	c := base.Config
+	c.Kasmina, c.Seeds, c.SlotWidth = []int{1}, 4, 2*c.Dim
+	c = c.Default()
+	m, err := base.withLayers(c)
+	require.NoError(t, err)
+	for i, kind := range []blueprints.Kind{blueprints.Residual, blueprints.LowRank, blueprints.MLPExpansion} {
+		require.NoError(t, m.activate(0, i, i+1, kind, state.Grafting))
+		require.NoError(t, m.Kasmina.Do(state.Command{Action: state.SetAlpha, Layer: 0, Seed: i, Alpha: 0.3 * float64(i+1)}))
+	}
+	fillSeeds(m)
+	return append(all, m)
+}
+
+// fillSeeds gives the seeds of a model weights that change it.
+func fillSeeds(m *Model) {
+	for k, p := range m.Params {
+		if !IsSeedParam(p.Name) {
+			continue
+		}
+		set := func(i int) float64 { return 0.4 * math.Sin(float64(k*1000+i)) }
+		switch x := p.Value.Data().(type) {
+		case []float32:
+			for i := range x {
+				x[i] = float32(set(i))
+			}
+		case []float64:
+			for i := range x {
+				x[i] = set(i)
+			}
+		}
+	}
+}
+
 func testBatcherAdapters(t *testing.T, dt tensor.Dtype, compact bool, tolerance float64) {
 	c := maskedConfig()
 	c.Documents = false
@@ -236,6 +282,13 @@ func testBatcherAdapters(t *testing.T, dt tensor.Dtype, compact bool, tolerance 
 	}
 	base, err := NewModel(c, dt, 7)
 	require.NoError(t, err)
+	if compact { // the compact model has the same weights
+		for _, p := range base.Params {
+			for i, x := range p.Value.Float32s() {
+				p.Value.Float32s()[i] = math.Float32frombits(math.Float32bits(x) &^ 0xFFFF)
+			}
+		}
+	}
 
 	models := []*Model{base}
 	var all []*Adapter
@@ -252,6 +305,11 @@ func testBatcherAdapters(t *testing.T, dt tensor.Dtype, compact bool, tolerance 
 		}
 		models, all = append(models, m), append(all, a)
 	}
+	for _, m := range seededModels(t, base) {
+		a, err := m.SeedAdapter()
+		require.NoError(t, err)
+		models, all = append(models, m), append(all, a)
+	}
 
 	o := BatcherOptions{Texts: 4, Rows: 7, Kept: 60, Adapters: all}
 	inference := func(m *Model) *Inference { return &Inference{Model: m} }
@@ -263,6 +321,9 @@ func testBatcherAdapters(t *testing.T, dt tensor.Dtype, compact bool, tolerance 
 		require.NoError(t, err)
 		defer b.Close()
 		inference = func(m *Model) *Inference {
+			if len(m.Config.Kasmina) > 0 { // which compact models do not have
+				return &Inference{Model: m}
+			}
 			small, err := m.Compact(cpuops.BFloat16)
 			require.NoError(t, err)
 			return small.Inference()
@@ -271,15 +332,16 @@ func testBatcherAdapters(t *testing.T, dt tensor.Dtype, compact bool, tolerance 
 		b = newBatcher(t, base, o)
 	}
 	var alones []*Inference
-	for i := range 12 {
-		alones = append(alones, inference(models[i%4]))
+	n := 3 * len(models)
+	for i := range n {
+		alones = append(alones, inference(models[i%len(models)]))
 	}
 
 	var texts sync.WaitGroup
-	for i := range 12 {
+	for i := range n {
 		texts.Go(func() {
 			g := b.Generator()
-			if adapter := i%4 - 1; adapter >= 0 {
+			if adapter := i%len(models) - 1; adapter >= 0 {
 				var err error
 				if g, err = b.Adapted(adapter); err != nil {
 					t.Error(err)
@@ -299,7 +361,7 @@ func testBatcherAdapters(t *testing.T, dt tensor.Dtype, compact bool, tolerance 
 				t.Error(err)
 				return
 			}
-			for text := []int{1, 2, 3}; len(text) < c.Seq; text = append(text, (5*len(text)+i/4)%16) {
+			for text := []int{1, 2, 3}; len(text) < c.Seq; text = append(text, (5*len(text)+i/len(models))%16) {
 				x, err := next(t.Context(), text)
 				if err != nil {
 					t.Error(err)
@@ -316,8 +378,8 @@ func testBatcherAdapters(t *testing.T, dt tensor.Dtype, compact bool, tolerance 
 	}
 	texts.Wait()
 
-	_, err = b.Adapted(3)
-	require.ErrorContains(t, err, "there is no adapter 3 of 3")
+	_, err = b.Adapted(6)
+	require.ErrorContains(t, err, "there is no adapter 6 of 6")
 	_, err = NewBatcher(models[1], BatcherOptions{Adapters: all})
 	require.ErrorContains(t, err, "give the model without them")
 	_, err = NewBatcher(base, BatcherOptions{Adapters: []*Adapter{nil}})

@@ -13,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/llm/internal/block"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/op/chunks"
 	"github.com/kasmina-go/kasmina/op/kvcache"
 	"github.com/kasmina-go/kasmina/op/lowrank"
 	"github.com/kasmina-go/kasmina/state"
@@ -284,7 +285,7 @@ type graphBuilder struct {
 	blocks     block.Builder // builder for sequences of up to Config.Seq; its Position is set for cached decoding
 	cached     bool          // whether to add a Position
 	spanRows   int           // rows of a graph with blocks.Spans
-	adapters   selectable    // among which selection chooses for each row
+	adapters   *selectable   // among which selection chooses for each row
 	selection  *lowrank.Selection
 	states     bool // whether to output states instead of logits
 	set        *AdapterSet
@@ -685,5 +686,16 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 		}
 	}
 
+	if x, err = b.selectSeeds(i, x); err != nil {
+		return nil, fmt.Errorf("the seeds after block %d: %w", i, err)
+	}
 	return b.streams(i, x)
+}
+
+// selectSeeds adds the chunk seeds after block i among which texts choose.
+func (b *graphBuilder) selectSeeds(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
+	if all := b.adapters.seedsAfter(i); all != nil {
+		return chunks.Apply(x, all, b.selection)
+	}
+	return x, nil
 }

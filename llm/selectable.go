@@ -12,19 +12,23 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/llm/internal/block"
 	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/op/chunks"
 	"github.com/kasmina-go/kasmina/op/lowrank"
 )
 
 // noAdapter is the index for texts that use the model without an adapter.
 const noAdapter = -1
 
-// selectable contains the adapters that a graph can select for each row, keyed by the name of the linear
-// layer. The element of an adapter that does not change the layer is nil.
-type selectable map[string][]*lowrank.Adapter
+// selectable contains the adapters that a graph can select for each row. The element of an adapter that does not
+// change a layer is nil.
+type selectable struct {
+	layers map[string][]*lowrank.Adapter // by the name of the linear layer
+	seeds  map[int][]*chunks.Layer       // by the block before the seeds
+}
 
 // selectableOf prepares adapters for a model that has none itself. norms returns the norm of each row of
 // an adapted weight, in the type of the model.
-func selectableOf(m ModelParts, adapters []*Adapter, norms func(a *Adapter, target string) (any, error)) (selectable,
+func selectableOf(m ModelParts, adapters []*Adapter, norms func(a *Adapter, target string) (any, error)) (*selectable,
 	error) {
 	if len(adapters) == 0 {
 		return nil, nil
@@ -33,7 +37,7 @@ func selectableOf(m ModelParts, adapters []*Adapter, norms func(a *Adapter, targ
 		return nil, errors.New("the model has adapters already: give the model without them")
 	}
 
-	all := selectable{}
+	all := &selectable{map[string][]*lowrank.Adapter{}, map[int][]*chunks.Layer{}}
 	for i, a := range adapters {
 		if err := a.fits(m.Config, m.dtype()); err != nil {
 			return nil, fmt.Errorf("adapter %d: %w", i, err)
@@ -49,10 +53,21 @@ func selectableOf(m ModelParts, adapters []*Adapter, norms func(a *Adapter, targ
 			if err != nil {
 				return nil, fmt.Errorf("adapter %d: %w", i, err)
 			}
-			if all[target] == nil {
-				all[target] = make([]*lowrank.Adapter, len(adapters))
+			if all.layers[target] == nil {
+				all.layers[target] = make([]*lowrank.Adapter, len(adapters))
 			}
-			all[target][i] = one
+			all.layers[target][i] = one
+		}
+
+		for _, l := range a.Seeds {
+			layer, err := l.layer()
+			if err != nil {
+				return nil, fmt.Errorf("adapter %d: %w", i, err)
+			}
+			if all.seeds[l.Block] == nil {
+				all.seeds[l.Block] = make([]*chunks.Layer, len(adapters))
+			}
+			all.seeds[l.Block][i] = layer
 		}
 	}
 	return all, nil
@@ -140,9 +155,12 @@ func (m *CompactModel) norms(a *Adapter, target string) (any, error) {
 }
 
 // of returns the adapters for the layers of a block, keyed by the layers' names within the block.
-func (s selectable) of(prefix string) map[string][]*lowrank.Adapter {
+func (s *selectable) of(prefix string) map[string][]*lowrank.Adapter {
+	if s == nil {
+		return nil
+	}
 	var all map[string][]*lowrank.Adapter
-	for target, adapters := range s {
+	for target, adapters := range s.layers {
 		if layer, ok := strings.CutPrefix(target, prefix); ok {
 			if all == nil {
 				all = map[string][]*lowrank.Adapter{}
@@ -153,7 +171,15 @@ func (s selectable) of(prefix string) map[string][]*lowrank.Adapter {
 	return all
 }
 
+// seedsAfter returns the seeds after a block, or nil.
+func (s *selectable) seedsAfter(block int) []*chunks.Layer {
+	if s == nil {
+		return nil
+	}
+	return s.seeds[block]
+}
+
 // withAdapters makes a graph apply the selected adapter to each row.
-func withAdapters(all selectable, selection *lowrank.Selection) GraphOption {
+func withAdapters(all *selectable, selection *lowrank.Selection) GraphOption {
 	return func(b *graphBuilder) { b.adapters, b.selection = all, selection }
 }

@@ -97,9 +97,10 @@ func (c TrainConfig) checkTuned(m Config) error {
 		return nil
 	}
 
-	if c.Frozen || len(m.Kasmina)+len(m.Weights)+len(m.Streams) > 0 || m.Depth > 0 {
+	if c.Frozen || len(m.Weights)+len(m.Streams) > 0 || m.Depth > 0 ||
+		len(m.Kasmina) > 0 && !slices.Equal(c.Tuned, SeedPatterns()) {
 		return errors.New("llm: TrainConfig.Tuned is for models without seeds: leave out Frozen, and Kasmina, " +
-			"Weights, Streams and Depth of the Config")
+			"Weights, Streams and Depth of the Config. In a model with Kasmina layers, it can be SeedPatterns()")
 	}
 
 	for _, pattern := range c.Tuned {

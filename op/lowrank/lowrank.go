@@ -35,6 +35,9 @@ type Selection struct{ adapters []int }
 // the slice, use no adapter.
 func (s *Selection) Set(adapters []int) { s.adapters = slices.Clone(adapters) }
 
+// Adapters returns the index for each row, as given to Set.
+func (s *Selection) Adapters() []int { return s.adapters }
+
 // AddOp is the op that [Add] applies.
 type AddOp struct {
 	opbase.Base

@@ -1,0 +1,206 @@
+package llm
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+
+	"gorgonia.org/tensor"
+
+	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/op"
+	"github.com/kasmina-go/kasmina/op/chunks"
+	"github.com/kasmina-go/kasmina/state"
+)
+
+// A SeedLayer holds the seeds of the Kasmina layer after a block, apart from a model.
+type SeedLayer struct {
+	Block  int         // the block before the layer
+	Chunks int         // the number of equal chunks of the features
+	Seeds  []ChunkSeed // in the order of their chunks
+}
+
+// A ChunkSeed changes a chunk x of the features to x + Alpha·(t(x) − x), where t is the transform of its kind.
+type ChunkSeed struct {
+	Chunk   int
+	Kind    string // the name of the blueprint
+	Alpha   float64
+	Scale   float64
+	Weights *tensor.Dense // a vector
+}
+
+// SeedAdapter returns an adapter with all chunk seeds that change the model's output. Texts of the model without
+// these seeds can then choose it. The weights are copies.
+//
+// A seed whose kind is a graph, and a layer in the mode Strict, are errors. All other parameters must be those of the
+// model that uses the adapter, as they are if only the seeds have learned (see [TuneSeeds]).
+func (m *Model) SeedAdapter() (*Adapter, error) {
+	done, err := m.Current()
+	if err != nil {
+		return nil, fmt.Errorf("llm: SeedAdapter: %w", err)
+	}
+	defer done()
+
+	a, err := m.seedAdapter()
+	if err != nil {
+		return nil, fmt.Errorf("llm: SeedAdapter: %w", err)
+	}
+	return a, nil
+}
+
+// seedAdapter implements SeedAdapter for a model that is locked.
+func (m *Model) seedAdapter() (*Adapter, error) {
+	c, a := m.Config, &Adapter{}
+	if m.KasminaOptions.Stability == op.Strict {
+		return nil, errors.New("the Kasmina layers are in the mode Strict, whose limits depend on training")
+	}
+
+	width := c.KasminaWidth()
+	for layer, block := range c.Kasmina {
+		var pass state.Pass
+		m.Kasmina.Lattice(layer).Begin(&pass, false)
+		prefix := blockPrefix(block)
+		l := SeedLayer{Block: block, Chunks: c.Seeds}
+		for i, stage := range pass.Stage {
+			if !stage.Blends() || pass.Slot[i] == 0 || pass.Alpha[i] == 0 {
+				continue
+			}
+			kind := pass.Kind[i]
+			if blueprints.IsGraph(kind) {
+				return nil, fmt.Errorf("seed %d after block %d has a %v, which is a graph and can only be part of a model", i,
+					block, kind)
+			}
+			n, err := blueprints.Size(kind, c.Dim/c.Seeds, width)
+			if err != nil {
+				return nil, err
+			}
+			at := int(pass.Slot[i]) * width
+			s := ChunkSeed{Chunk: i, Kind: kind.String(), Alpha: float64(pass.Alpha[i])}
+			switch w := m.Param(prefix + kasminaWeights).Data().(type) {
+			case []float32:
+				s.Weights = tensor.New(tensor.WithShape(n), tensor.WithBacking(slices.Clone(w[at:at+n])))
+				s.Scale = float64(m.Param(prefix + kasminaScales).Float32s()[pass.Slot[i]])
+			case []float64:
+				s.Weights = tensor.New(tensor.WithShape(n), tensor.WithBacking(slices.Clone(w[at:at+n])))
+				s.Scale = m.Param(prefix + kasminaScales).Float64s()[pass.Slot[i]]
+			}
+			l.Seeds = append(l.Seeds, s)
+		}
+		if len(l.Seeds) > 0 {
+			a.Seeds = append(a.Seeds, l)
+		}
+	}
+	if len(a.Seeds) == 0 {
+		return nil, errors.New("no chunk seed changes the model's output")
+	}
+	return a, nil
+}
+
+// TuneSeeds returns a model with a Kasmina layer after each block, whose seeds are new blueprints of a kind such as
+// [blueprints.LowRank] with the given rank, in FineTuning. At first, it computes the same function as m. Both models
+// share the memory of m's parameters.
+//
+// Train it with TrainConfig.Tuned set to [SeedPatterns], so that only the seeds learn.
+func TuneSeeds(m *Model, kind blueprints.Kind, rank int) (*Model, error) {
+	done, err := m.Current()
+	if err != nil {
+		return nil, fmt.Errorf("llm: TuneSeeds: %w", err)
+	}
+	defer done()
+
+	c := m.Config
+	switch {
+	case len(c.Kasmina)+len(c.Weights)+len(c.Streams)+c.Depth > 0 || !c.Adapter.IsZero() || m.Base != nil:
+		return nil, errors.New("llm: TuneSeeds: the model has seeds, adapters or compact weights already, want a plain one")
+	case kind != blueprints.LowRank && kind != blueprints.ChunkMLP:
+		return nil, fmt.Errorf("llm: TuneSeeds: the kind is %v, want LowRank or ChunkMLP, which have ranks", kind)
+	case rank < 1 || rank > c.Dim:
+		return nil, fmt.Errorf("llm: TuneSeeds: the rank is %d, want 1 to %d, the number of features", rank, c.Dim)
+	}
+	c.Seeds, c.Slots, c.SlotWidth = 1, 2, 2*rank*c.Dim
+	for i := range c.Layers {
+		c.Kasmina = append(c.Kasmina, i)
+	}
+	next, err := m.withLayers(c)
+	if err != nil {
+		return nil, fmt.Errorf("llm: TuneSeeds: %w", err)
+	}
+	for layer := range c.Kasmina {
+		if err := next.activate(layer, 0, 1, kind, state.FineTuning); err != nil {
+			return nil, fmt.Errorf("llm: TuneSeeds: %w", err)
+		}
+	}
+	return next, nil
+}
+
+// SeedPatterns returns the patterns for TrainConfig.Tuned with which only the chunk seeds of a model learn.
+func SeedPatterns() []string { return []string{"*." + kasminaWeights, "*." + kasminaScales} }
+
+// withLayers returns a model with the Kasmina layers of c, which are new, and m's other parameters.
+func (m *Model) withLayers(c Config) (next *Model, err error) {
+	if err := c.Check(); err != nil {
+		return nil, err
+	}
+	next = &Model{Config: c, Base: m.Base, byName: map[string]int{}}
+	for p := range c.Specs() {
+		v := m.Param(p.Name)
+		if v == nil && !m.Base.Has(p.Name) {
+			v = newParamValue(m.Dtype(), p.Shape, nil)
+		}
+		next.byName[p.Name] = len(next.Params)
+		next.Params = append(next.Params, Param{p.Name, v})
+	}
+	next.Kasmina, err = next.newNetwork(state.WithoutGates())
+	return next, err
+}
+
+// activate brings a dormant seed to a stage in which it blends completely.
+func (m *Model) activate(layer, seed, slot int, kind blueprints.Kind, to state.Stage) error {
+	commands := []state.Command{{Action: state.Germinate, Layer: layer, Seed: seed,
+		Request: state.GerminationRequest{Slot: slot, Kind: kind}}}
+	for _, stage := range []state.Stage{state.Training, state.Grafting, state.Stabilization, state.Evaluating,
+		state.FineTuning, state.Fossilized} {
+		commands = append(commands, state.Command{Action: state.Move, Layer: layer, Seed: seed, To: stage})
+		if stage == to {
+			break
+		}
+	}
+	return m.Kasmina.Do(commands...)
+}
+
+// layer returns the layer in the form of package chunks.
+func (l SeedLayer) layer() (*chunks.Layer, error) {
+	out := &chunks.Layer{Chunks: l.Chunks}
+	for _, s := range l.Seeds {
+		kind, ok := blueprints.ByName(s.Kind)
+		if !ok {
+			return nil, fmt.Errorf("%w %.40q: register it first", blueprints.ErrUnknownKind, s.Kind)
+		}
+		if s.Weights == nil {
+			return nil, fmt.Errorf("the seed at chunk %d has no weights", s.Chunk)
+		}
+		out.Seeds = append(out.Seeds, chunks.Seed{Chunk: s.Chunk, Kind: kind, Alpha: s.Alpha, Scale: s.Scale,
+			Weights: s.Weights.Data()})
+	}
+	return out, nil
+}
+
+// seedsFit returns an error unless the seeds fit models of a configuration and type.
+func (a *Adapter) seedsFit(c Config, dt tensor.Dtype) error {
+	before := -1
+	for _, l := range a.Seeds {
+		if l.Block <= before || l.Block >= c.Layers {
+			return fmt.Errorf("the adapter does not fit the model: it has seeds after block %d after those of block %d, and "+
+				"the model has %d blocks", l.Block, before, c.Layers)
+		}
+		before = l.Block
+		layer, err := l.layer()
+		if err == nil {
+			err = layer.Check(c.Dim, dt)
+		}
+		if err != nil {
+			return fmt.Errorf("the adapter does not fit the model: its seeds after block %d: %w", l.Block, err)
+		}
+	}
+	return nil
+}
