@@ -32,7 +32,7 @@ const (
 	peftPrefix = "base_model.model."
 )
 
-// adapterConfig holds the fields of an adapter_config.json that concern low-rank adapters.
+// adapterConfig holds the fields of an adapter_config.json that concern low-rank adapters and chunk seeds.
 type adapterConfig struct {
 	Base         string             `json:"base_model_name_or_path"`
 	Bias         string             `json:"bias"`
@@ -49,6 +49,8 @@ type adapterConfig struct {
 	TaskType     string             `json:"task_type"`
 	UseDoRA      bool               `json:"use_dora"`
 	UseRSLoRA    bool               `json:"use_rslora"`
+
+	Layers []seedLayer `json:"kasmina_layers,omitempty"` // only with seedsType
 }
 
 // understood lists the fields of adapterConfig, and fields without an effect on the adapter's output. Any
@@ -59,6 +61,9 @@ var understood = []string{"base_model_name_or_path", "bias", "inference_mode",
 	"megatron_core", "revision", "peft_version", "layers_pattern", "layers_to_transform",
 	"qalora_group_size", "fan_in_fan_out", "runtime_config", "eva_config", "corda_config", "loftq_config",
 	"lora_ga_config", "arrow_config"}
+
+// isSeeds reports whether the configuration is that of chunk seeds.
+func (c adapterConfig) isSeeds() bool { return c.PEFTType == seedsType }
 
 // modules maps the names of a model's layers to PEFT's names for them.
 func modules(c llm.Config, like *Folder) (map[string]string, error) {
@@ -134,8 +139,8 @@ func loadAdapter(ctx context.Context, dir string, base *llm.Model, like *Folder)
 	return base.Attach(a)
 }
 
-// ReadAdapter reads adapters in the format of PEFT, LoRA, rsLoRA or DoRA, for the model of a folder, without
-// reading the model.
+// ReadAdapter reads adapters in the format of PEFT, LoRA, rsLoRA or DoRA, or chunk seeds that SaveAdapter has written,
+// for the model of a folder, without reading the model.
 func ReadAdapter(ctx context.Context, dir string, f *Folder) (*llm.Adapter, error) {
 	if f == nil || f.weights == nil {
 		return nil, errors.New("hf: ReadAdapter: the folder of the model is nil or its zero value")
@@ -163,6 +168,9 @@ func readAdapter(ctx context.Context, dir string, config llm.Config, dt tensor.D
 	}
 	defer f.Close()
 
+	if c.isSeeds() {
+		return c.readSeeds(ctx, f, dt)
+	}
 	a, tensors, err := c.adapterIn(f, config, like)
 	if err != nil {
 		return nil, err
@@ -202,8 +210,9 @@ func readAdapterConfig(dir string) (c adapterConfig, err error) {
 		return fail("%w", err)
 	}
 
+	seeds := string(fields["peft_type"]) == `"`+seedsType+`"`
 	for _, name := range slices.Sorted(maps.Keys(fields)) {
-		if !slices.Contains(understood, name) && !isEmptyJSON(fields[name]) {
+		if !slices.Contains(understood, name) && !isEmptyJSON(fields[name]) && !(seeds && name == "kasmina_layers") {
 			return fail("%s is %.100s, which is not supported here", name, fields[name])
 		}
 	}
@@ -223,6 +232,9 @@ func readAdapterConfig(dir string) (c adapterConfig, err error) {
 	}
 
 	switch {
+	case seeds && len(c.Layers) == 0:
+		return fail("kasmina_layers is missing")
+	case seeds:
 	case c.PEFTType != "LORA":
 		return fail("peft_type is %.40q, want LORA", c.PEFTType)
 	case c.Bias != "none" && c.Bias != "":
@@ -388,6 +400,9 @@ func transpose(x []float32, rows, columns int) []float32 {
 // adapter_model.safetensors in float32, and the files of the tokenizer with its chat
 // template. base names the model that the adapters belong to, for programs that load both.
 //
+// For a model with Kasmina layers, SaveAdapter writes its chunk seeds (see [llm.Model.SeedAdapter]) in a format of its
+// own, which PEFT refuses.
+//
 // Of the options of SavePretrained, only [Like], [WithTokenizer] and [WithFile] have an effect. The
 // folder must be new or empty, and it appears only once it is complete.
 func SaveAdapter(ctx context.Context, dir, base string, m *llm.Model, opts ...SaveOption) error {
@@ -447,6 +462,10 @@ func saveAdapter(ctx context.Context, dir, base string, m *llm.Model, opts []Sav
 		return err
 	}
 
+	if m.Config.Adapter.IsZero() && len(m.Config.Kasmina) > 0 {
+		return s.saveSeeds(ctx, dir, base, m)
+	}
+
 	done, err := m.Current()
 	if err != nil {
 		return err
@@ -475,13 +494,37 @@ func saveAdapter(ctx context.Context, dir, base string, m *llm.Model, opts []Sav
 	})
 }
 
+// saveSeeds writes the chunk seeds of a model.
+func (s *saving) saveSeeds(ctx context.Context, dir, base string, m *llm.Model) error {
+	config, sources, err := seedsOf(ctx, base, m)
+	if err != nil {
+		return err
+	}
+	if err := s.collectConfig(config); err != nil {
+		return err
+	}
+	return atomicfile.CreateFolder(dir, func(dir string) error {
+		if err := s.writeFiles(dir); err != nil {
+			return err
+		}
+		return safetensors.SaveSources(filepath.Join(dir, adapterWeightsName), sources, map[string]string{"format": "pt"})
+	})
+}
+
 // collectAdapter collects the small files: the configuration, the tokenizer and the chat template.
 func (s *saving) collectAdapter(base string, c llm.Config) error {
 	if err := c.Check(); err != nil {
 		return err
 	}
 
-	if c.Adapter.IsZero() {
+	switch {
+	case !c.Adapter.IsZero():
+	case len(c.Kasmina) > 0:
+		if err := checkSeeds(c); err != nil {
+			return err
+		}
+		return s.collectConfig(seedsConfig{Base: base, PEFTType: seedsType})
+	default:
 		return errors.New("the model has no adapters: SavePretrained writes whole models")
 	}
 
@@ -489,8 +532,12 @@ func (s *saving) collectAdapter(base string, c llm.Config) error {
 	if err != nil {
 		return err
 	}
+	return s.collectConfig(adapterConfigOf(base, c, names))
+}
 
-	text, err := json.MarshalIndent(adapterConfigOf(base, c, names), "", "  ")
+// collectConfig gathers the configuration and the files of the tokenizer.
+func (s *saving) collectConfig(c any) error {
+	text, err := json.MarshalIndent(c, "", "  ")
 	if err != nil {
 		return err
 	}
@@ -551,23 +598,28 @@ func adapterSources(ctx context.Context, m *llm.Model, names map[string]string) 
 		}
 		all = append(all, safetensors.Source{Name: peftPrefix + names[layer] + ".lora_" + ending,
 			DType: safetensors.F32, Shape: shape, Write: func(w io.Writer) error {
-				if ctx.Err() != nil {
-					return context.Cause(ctx)
-				}
 				values := float32sOf(p.Value)
-				if bad := slices.IndexFunc(values, notFinite); bad >= 0 {
-					return fmt.Errorf("%w: element %d of %s is %v", llm.ErrDiverged, bad, p.Name, values[bad])
-				}
 				if transposed {
 					values = transpose(values, shape[1], shape[0])
 				}
-				_, err := w.Write(narrow(nil, values, safetensors.F32))
-				return err
+				return writeFloats(ctx, w, p.Name, values)
 			}})
 	}
 
 	slices.SortFunc(all, func(a, b safetensors.Source) int { return strings.Compare(a.Name, b.Name) })
 	return all
+}
+
+// writeFloats writes the elements of a tensor, unless one is not finite.
+func writeFloats(ctx context.Context, w io.Writer, name string, values []float32) error {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	if bad := slices.IndexFunc(values, notFinite); bad >= 0 {
+		return fmt.Errorf("%w: element %d of %s is %v", llm.ErrDiverged, bad, name, values[bad])
+	}
+	_, err := w.Write(narrow(nil, values, safetensors.F32))
+	return err
 }
 
 // float32sOf returns the numbers of a tensor as float32.
