@@ -17,11 +17,13 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/internal/cpu/sampling"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/state"
 )
 
 // samplings lists settings that use all parts of a rule.
@@ -326,6 +328,11 @@ func TestAdaptersInBatches(t *testing.T) {
 		require.NoError(t, err)
 		models, adapters = append(models, m), append(adapters, a)
 	}
+	for _, m := range seededModels(t, base) {
+		a, err := m.SeedAdapter()
+		require.NoError(t, err)
+		models, adapters = append(models, m), append(adapters, a)
+	}
 
 	set, err := llm.NewAdapterSet(t.Context(), base.Config, adapters, modelReader{base})
 	require.NoError(t, err)
@@ -350,29 +357,30 @@ func TestAdaptersInBatches(t *testing.T) {
 	i.Adapters, i.DrawsOnDevice = set, true
 	b, err := i.NewBatcher(llm.BatcherOptions{Texts: 5, Rows: 20, Tokens: 8 * 64})
 	require.NoError(t, err)
-	_, err = b.Adapted(3)
-	require.ErrorContains(t, err, "no adapter 3 of 3")
+	_, err = b.Adapted(6)
+	require.ErrorContains(t, err, "no adapter 6 of 6")
 
 	var texts sync.WaitGroup
-	for k := range 12 {
+	n := len(models)
+	for k := range 3 * n {
 		texts.Go(func() {
 			g := b.Generator()
-			if k%4 > 0 {
+			if k%n > 0 {
 				var err error
-				if g, err = b.Adapted(k%4 - 1); !assert.NoError(t, err) {
+				if g, err = b.Adapted(k%n - 1); !assert.NoError(t, err) {
 					return
 				}
 			}
 			// Texts without log-probabilities are drawn on the device.
 			for _, logProbs := range []bool{false, true} {
 				c := sampler.Config{Temperature: 1, Seed: uint64(k), LogProbs: logProbs}
-				got, err := generated(t.Context(), g, c, []int{3, k / 4, 5}, 30)
+				got, err := generated(t.Context(), g, c, []int{3, k / n, 5}, 30)
 				assert.NoError(t, err)
-				alone, err := llm.NewGenerator(models[k%4])
+				alone, err := llm.NewGenerator(models[k%n])
 				if !assert.NoError(t, err) {
 					return
 				}
-				want, err := generated(t.Context(), alone, c, []int{3, k / 4, 5}, 30)
+				want, err := generated(t.Context(), alone, c, []int{3, k / n, 5}, 30)
 				assert.NoError(t, err)
 				assert.Equal(t, want, got, "text %d", k)
 				assert.NoError(t, alone.Close())
@@ -400,6 +408,45 @@ func TestAdaptersInBatches(t *testing.T) {
 	}
 	require.NoError(t, b.Close())
 	requireNoLeaks(t, device)
+}
+
+// seededModels returns models with seeds after the blocks of a model: of LowRank, of ChunkMLP, and of both in chunks, at
+// several α.
+func seededModels(t *testing.T, base *llm.Model) (all []*llm.Model) {
+	for rank, kind := range []blueprints.Kind{blueprints.LowRank, blueprints.ChunkMLP} {
+		m, err := llm.TuneSeeds(base, kind, 2+7*rank)
+		require.NoError(t, err)
+		all = append(all, m)
+	}
+
+	c := base.Config
+	c.Kasmina, c.Seeds, c.SlotWidth = []int{1}, 4, 5*c.Dim
+	m, err := llm.NewModelFrom(c.Default(), tensor.Float32, func(p llm.Param) error {
+		if from := base.Param(p.Name); from != nil {
+			return tensor.Copy(p.Value, from)
+		}
+		return nil
+	}, state.WithoutGates())
+	require.NoError(t, err)
+	for seed, kind := range []blueprints.Kind{blueprints.LowRank, blueprints.ChunkMLP, blueprints.LowRank} {
+		require.NoError(t, m.Kasmina.Do(
+			state.Command{Action: state.Germinate, Seed: seed, Request: state.GerminationRequest{Slot: seed + 1, Kind: kind}},
+			state.Command{Action: state.Move, Seed: seed, To: state.Training},
+			state.Command{Action: state.Move, Seed: seed, To: state.Grafting},
+			state.Command{Action: state.SetAlpha, Seed: seed, Alpha: 0.3 * float64(seed+1)}))
+	}
+	all = append(all, m)
+
+	for k, m := range all {
+		for _, p := range m.Params {
+			if llm.IsSeedParam(p.Name) {
+				for i, x := 0, p.Value.Float32s(); i < len(x); i++ {
+					x[i] = float32(math.Sin(float64(1000*k + i)))
+				}
+			}
+		}
+	}
+	return all
 }
 
 // TestPackedTexts continues texts with linear layers in float8 and NF4 on a device, one alone and several together. It

@@ -20,6 +20,7 @@ import (
 type AdapterSet struct {
 	n      int
 	layers []stackedLayer // sorted by name
+	seeds  []stackedBlock // sorted by block
 	values map[string]setParam
 }
 
@@ -63,6 +64,9 @@ func NewAdapterSet(ctx context.Context, c Config, adapters []*Adapter, w WeightR
 
 	shapes := c.layerShapes()
 	s := &AdapterSet{n: len(adapters), values: map[string]setParam{}}
+	if err := s.stackSeeds(c, all); err != nil {
+		return nil, fmt.Errorf("llm: NewAdapterSet: %w", err)
+	}
 	for _, target := range slices.Sorted(maps.Keys(all.layers)) {
 		out, in := shapes[target][0], shapes[target][1]
 		ranks, l := 0, stackedLayer{target: target}
@@ -184,6 +188,7 @@ func (b *graphBuilder) addSet(rows int) {
 		}
 		b.stacked[l.target] = s
 	}
+	b.addSetSeeds(node)
 }
 
 // stackedIn returns the adapters of a block's layers by their names within the block.

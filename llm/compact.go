@@ -167,6 +167,19 @@ func widenPart(to []float32, part []byte, dtype string) ([]float32, error) {
 // Config returns the model's configuration.
 func (m *CompactModel) Config() Config { return m.parts.Config }
 
+// WithSeeds returns a model in which all texts have the chunk seeds of an adapter. It shares the memory of m.
+func (m *CompactModel) WithSeeds(a *Adapter) (*CompactModel, error) {
+	if err := a.fits(m.parts.Config, m.parts.dtype()); err != nil {
+		return nil, fmt.Errorf("llm: WithSeeds: %w", err)
+	}
+	if !a.LoRA.IsZero() {
+		return nil, errors.New("llm: WithSeeds: the adapter is a low-rank adapter: load the model with it")
+	}
+	next := &CompactModel{m.parts, m.weights}
+	next.parts.Seeds = a.Seeds
+	return next, nil
+}
+
 // Bytes returns the size of the model's parameters in memory.
 func (m *CompactModel) Bytes() int {
 	n := m.weights.Bytes()

@@ -193,6 +193,7 @@ type ModelParts struct {
 	Params         []Param
 	Base           *cpuops.Weights // matrices whose Params have no Value; may be nil
 	Kasmina        *state.Network  // lattices; the first ones belong to the entries of Config.Kasmina
+	Seeds          []SeedLayer     // of an adapter that all texts have; they run only on CPUs and have no gradients
 }
 
 // Param is a parameter of a model. It has no value in an [Outline], or if it is a matrix in the model's Base.
@@ -290,10 +291,12 @@ type graphBuilder struct {
 	states     bool // whether to output states instead of logits
 	set        *AdapterSet
 	stacked    map[string]block.Stacked // of the set, by layer
-	keeps      bool                     // whether to output keys and values for a cached graph
-	draws      bool                     // whether the machine draws tokens
-	out        *Graph
-	nodes      map[string]*gorgonia.Node // parameters by name
+	// stackedSeeds are the seeds of the set, by the block before them.
+	stackedSeeds map[int][]stackedSeeds
+	keeps        bool // whether to output keys and values for a cached graph
+	draws        bool // whether the machine draws tokens
+	out          *Graph
+	nodes        map[string]*gorgonia.Node // parameters by name
 }
 
 func (b *graphBuilder) build(batch int) (*Graph, error) {
@@ -694,6 +697,26 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 
 // selectSeeds adds the chunk seeds after block i among which texts choose.
 func (b *graphBuilder) selectSeeds(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
+	var err error
+	for _, l := range b.Seeds {
+		if l.Block != i {
+			continue
+		}
+		layer, err := l.layer()
+		if err != nil {
+			return nil, err
+		}
+		first := &lowrank.Selection{}
+		first.Set(make([]int, x.Shape()[0]))
+		if x, err = chunks.Apply(x, []*chunks.Layer{layer}, first); err != nil {
+			return nil, err
+		}
+	}
+	for _, s := range b.stackedSeeds[i] {
+		if x, err = s.apply(x, b.out.Adapters); err != nil {
+			return nil, err
+		}
+	}
 	if all := b.adapters.seedsAfter(i); all != nil {
 		return chunks.Apply(x, all, b.selection)
 	}

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/gpu"
@@ -263,6 +264,22 @@ func TestChosenAdaptersOnGPU(t *testing.T) {
 		}
 		adapters = append(adapters, a)
 	}
+	base, err := f.Load(t.Context())
+	require.NoError(t, err)
+	for _, kind := range []blueprints.Kind{blueprints.LowRank, blueprints.ChunkMLP} {
+		m, err := llm.TuneSeeds(base, kind, 5)
+		require.NoError(t, err)
+		for _, p := range m.Params {
+			if llm.IsSeedParam(p.Name) {
+				for i, x := 0, p.Value.Float32s(); i < len(x); i++ {
+					x[i] = float32(r.NormFloat64() * 0.3)
+				}
+			}
+		}
+		a, err := m.SeedAdapter()
+		require.NoError(t, err)
+		adapters = append(adapters, a)
+	}
 
 	loaded, err := gpu.LoadAdapted(t.Context(), device, cudaops.Float32, f.Config, f, adapters)
 	require.NoError(t, err)
@@ -279,9 +296,9 @@ func TestChosenAdaptersOnGPU(t *testing.T) {
 
 	greedy := func(b *llm.Batcher, k int) (text []int) {
 		g := b.Generator()
-		if k%3 > 0 {
+		if n := 1 + len(adapters); k%n > 0 {
 			var err error
-			if g, err = b.Adapted(k%3 - 1); !assert.NoError(t, err) {
+			if g, err = b.Adapted(k%n - 1); !assert.NoError(t, err) {
 				return nil
 			}
 		}
@@ -294,7 +311,7 @@ func TestChosenAdaptersOnGPU(t *testing.T) {
 		return text
 	}
 	var all sync.WaitGroup
-	for k := range 6 {
+	for k := range 10 {
 		all.Go(func() { assert.Equal(t, greedy(onCPU, k), greedy(onGPU, k), "text %d", k) })
 	}
 	all.Wait()

@@ -5,7 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math"
+	"slices"
 
 	"gorgonia.org/tensor"
 
@@ -72,7 +74,7 @@ func (c adapterConfig) readSeeds(ctx context.Context, f *safetensors.File, dt te
 		a.Seeds = append(a.Seeds, next)
 	}
 
-	for name := range rest {
+	for _, name := range slices.Sorted(maps.Keys(rest)) {
 		return nil, fmt.Errorf("%s has the tensor %.200s, which belongs to no seed of %s", adapterWeightsName, name,
 			adapterConfigName)
 	}
