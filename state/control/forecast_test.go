@@ -201,6 +201,13 @@ func TestForecastWideBlocks(t *testing.T) {
 	require.Equal(t, 12, got.blocks, got.notes)
 	require.Less(t, got.share, 0.1)
 	require.False(t, got.rolledBack)
+
+	// The second growth waits until a token of the model with 6 blocks is worth less than its cost, according to the law.
+	s := simulation{}
+	difference := (1/math.Sqrt(6) - 1/math.Sqrt(12)) / math.Sqrt(37e6)
+	best := math.Pow((math.Cbrt(s.cost(12)/s.cost(6))-1)/difference, 2)
+	require.Len(t, got.worth, 2)
+	require.InEpsilon(t, best, got.worth[1], 0.2)
 }
 
 // TestForecastWaitsForTheFall checks that a second growth does not take place while the loss falls fast after

@@ -28,6 +28,7 @@ type benchOptions struct {
 	limit   time.Duration
 	only    *regexp.Regexp // pattern for the names of runs to make; nil for all
 	prepare bool
+	replay  bool
 	report  bool
 	pack    bool
 }
@@ -68,6 +69,8 @@ Each run writes a record to the folder -out. A run with a record is not repeated
 			return err
 		})
 	f.BoolVar(&o.prepare, "prepare", false, "only encode the text, and keep its tokens in -cache")
+	f.BoolVar(&o.replay, "replay", false, "repeat the growing runs in -out by their recorded decisions, and check that they end "+
+		"with the\nsame bits; with -only, only the matching runs. Arms and budgets are ignored")
 	f.BoolVar(&o.report, "report", false, "only print the table of the records in -out")
 	f.BoolVar(&o.pack, "pack", false, "pack the records in -out into one file without training losses, "+
 		"and print the table")
@@ -206,6 +209,10 @@ func Study(ctx context.Context, args []string, stdout, stderr io.Writer) (err er
 		failed: map[string]error{}}
 	if o.limit > 0 {
 		b.deadline = start.Add(o.limit)
+	}
+
+	if o.replay {
+		return b.replayAll(ctx, o.only, stdout)
 	}
 
 	if err := b.measureSpeed(ctx); err != nil {
@@ -347,7 +354,7 @@ func (b *bench) runOne(ctx context.Context, j job, d *cudaops.Device, skipped *i
 		return nil
 	}
 
-	r, err := b.train(ctx, j, d)
+	r, err := b.train(ctx, j, d, nil)
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if err != nil && ctx.Err() == nil {

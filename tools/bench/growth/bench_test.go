@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"image/png"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -158,6 +159,38 @@ func TestRows(t *testing.T) {
 		"| `blocks=1-4,share=0.5,lr=0.1` | 1 | 8.0000, and 1 diverged | -5.0000 | never | 1.0 | 2.0 |")
 }
 
+// TestRegrets checks that a controller is compared with the best other arm of its budget, over the common random seeds.
+func TestRegrets(t *testing.T) {
+	s := &study{dir: t.TempDir(), records: map[string]record{}}
+	add := func(budget float64, arm string, losses ...float64) {
+		for seed, loss := range losses {
+			if loss > 0 {
+				require.NoError(t, s.add(record{job: job{mustArm(t, arm), budget, "time", uint64(seed)}, Loss: loss}))
+			}
+		}
+	}
+
+	add(5, "blocks=2-4,share=forecast,lr=0.1", 3, 4)
+	add(5, "blocks=2-4,share=forecast,lr=0.2", 2)     // the lowest loss, but from a single random seed
+	add(5, "blocks=4,lr=0.1", 3.5, 3.75)              // −0.125 on average
+	add(5, "blocks=2-4,share=0.2,lr=0.1", 0, 3.25)    // 0.75 lower with its only random seed
+	add(5, "blocks=2,lr=0.1", 4, 5)                   // worse
+	add(10, "blocks=2-4,share=forecast,lr=0.1", 3)    // better than all others
+	add(10, "blocks=4,lr=0.1", 3.5, 1)                // with the common random seed
+	add(20, "blocks=2-4,share=forecast,lr=0.1", 0, 3) // nothing to compare with
+	add(20, "blocks=4,lr=0.1", 3.5)
+	add(40, "blocks=4,lr=0.1", 3.5)
+
+	var table strings.Builder
+	require.NoError(t, writeTable(&table, s.rows()))
+	_, got, ok := strings.Cut(table.String(), "Regret: ")
+	require.True(t, ok)
+	require.Equal(t, []string{
+		"| 5 | time | `blocks=2-4,share=forecast,lr=0.1` | `blocks=2-4,share=0.2,lr=0.1` | 1 | +0.7500 | 0.7071 |",
+		"| 10 | time | `blocks=2-4,share=forecast,lr=0.1` | `blocks=4,lr=0.1` | 0 | -0.5000 | 1.7678 |",
+	}, strings.Split(strings.TrimSpace(got), "\n")[4:])
+}
+
 // benchArgs returns the arguments of a very short benchmark.
 func benchArgs(t *testing.T, data, out string, more ...string) []string {
 	return append([]string{"-device", "cpu", "-data", data, "-out", out, "-vocab", "0",
@@ -265,6 +298,55 @@ func TestBenchParts(t *testing.T) {
 	forecast := s.records["flops-2-seed3-blocks=1-2-4,share=forecast,lr=0.01"]
 	require.NotEmpty(t, forecast.Notes)
 	require.Contains(t, forecast.Notes[0], "the 1-block model would reach")
+}
+
+// TestBenchReplays checks that runs repeat their recorded decisions with the same bits, on a budget of time too, and that
+// a run that ends differently is an error.
+func TestBenchReplays(t *testing.T) {
+	text, out := textFolder(t), t.TempDir()
+	study := func(more ...string) (string, error) {
+		var stdout strings.Builder
+		err := Study(t.Context(), append(benchArgs(t, text, out), more...), &stdout, io.Discard)
+		return stdout.String(), err
+	}
+
+	_, err := study("-equal", "time,flops", "-budgets", "0.5", "blocks=2-4,share=0.3,lr=0.01,rewarm=3,moments=fresh")
+	require.NoError(t, err)
+	got, err := study("-replay")
+	require.NoError(t, err)
+	require.Equal(t, 2, strings.Count(got, "the same held-out losses and weights"), got)
+	require.Contains(t, got, "time-0.5-seed3-blocks=2-4,share=0.3,lr=0.01,rewarm=3,moments=fresh: replayed in ")
+
+	const name = "flops-0.5-seed3-blocks=2-4,share=0.3,lr=0.01,rewarm=3,moments=fresh"
+	path := filepath.Join(out, name+".json")
+	var r record
+	require.NoError(t, readJSON(path, &r))
+	other := r
+	other.Weights = "another sum"
+	require.NoError(t, writeJSON(path, other))
+	_, err = study("-replay", "-only", "^flops")
+	require.EqualError(t, err, name+": it ended with other weights than the recorded run")
+
+	// Growth at another time leads to other losses.
+	require.NoError(t, writeJSON(path, r))
+	path = filepath.Join(out, "decisions", name+".jsonl")
+	decisions, err := os.ReadFile(path)
+	require.NoError(t, err)
+	var lines []string
+	for line := range strings.Lines(string(decisions)) {
+		if !strings.Contains(line, `"command"`) {
+			lines = append(lines, line)
+		}
+	}
+	require.NoError(t, os.WriteFile(path, []byte(strings.Join(lines, "")), 0o666))
+	_, err = study("-replay", "-only", "^flops")
+	require.ErrorContains(t, err, name+": it ended after ")
+
+	_, err = study("-replay", "-only", "blocks=1")
+	require.ErrorContains(t, err, "there are no records of growing runs to replay in")
+	require.NoError(t, os.Remove(path))
+	_, err = study("-replay", "-only", "^flops")
+	require.ErrorIs(t, err, fs.ErrNotExist)
 }
 
 // TestBenchContinuesAfterFailure checks that a failing run does not prevent the remaining runs, and that

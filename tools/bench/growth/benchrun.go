@@ -3,11 +3,12 @@ package growth
 import (
 	"cmp"
 	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"math"
-	"os"
-	"path/filepath"
 	"slices"
 	"sync"
 	"time"
@@ -32,8 +33,9 @@ const epochs = 200
 // trainingPoints is the number of training losses in a record.
 const trainingPoints = 128
 
-// train runs a job. If the run diverges, its record contains the reason.
-func (b *bench) train(ctx context.Context, j job, d *cudaops.Device) (r record, err error) {
+// train runs a job. If the run diverges, its record contains the reason. A model that grows follows decisions
+// and writes no decisions, unless decisions is nil.
+func (b *bench) train(ctx context.Context, j job, d *cudaops.Device, decisions *llm.Record) (r record, err error) {
 	r = record{job: j, Device: "CPU", Parameters: 0}
 	if d != nil {
 		r.Device = fmt.Sprint(d)
@@ -46,13 +48,16 @@ func (b *bench) train(ctx context.Context, j job, d *cudaops.Device) (r record, 
 	defer func() { err = errors.Join(err, t.Close()) }()
 
 	if j.Arm.grows() {
-		decisions, err := b.decisions(j)
-		if err != nil {
-			return r, err
+		growth := llm.Growth{Replay: decisions, Rewarm: j.Arm.rewarm, FreshMoments: j.Arm.moments == "fresh"}
+		if decisions == nil {
+			f, err := b.createDecisions(j)
+			if err != nil {
+				return r, err
+			}
+			defer func() { err = errors.Join(err, f.Close()) }()
+			growth.Controller, growth.Record = j.Arm.controller(), f
 		}
-		defer func() { err = errors.Join(err, decisions.Close()) }()
-		growth := llm.Growth{Controller: j.Arm.controller(), Rewarm: j.Arm.rewarm,
-			FreshMoments: j.Arm.moments == "fresh", Record: decisions}
+
 		if err := t.Grow(growth); err != nil {
 			return r, err
 		}
@@ -70,16 +75,29 @@ func (b *bench) train(ctx context.Context, j job, d *cudaops.Device) (r record, 
 	last := t.Last()
 	r.Parameters, r.Steps, r.Tokens, r.FLOPs = last.Params, last.Step, last.RunTokens, last.Spent.FLOPs
 	r.Seconds = (last.Elapsed - watcher.evaluating).Seconds()
-	return r, nil
+	r.Weights, err = weightsSum(t.Model)
+	return r, err
 }
 
-// decisions opens the file for the growth decisions of a run, which a later run can replay.
-func (b *bench) decisions(j job) (*os.File, error) {
-	path := filepath.Join(b.dir, "decisions", j.name()+".jsonl")
-	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
-		return nil, err
+// weightsSum returns the SHA-256 of the names and values of a model's parameters.
+func weightsSum(m *llm.Model) (string, error) {
+	const atATime = 1 << 20
+	sum := sha256.New()
+	for _, p := range m.Params {
+		values, ok := p.Value.Data().([]float32)
+		if !ok {
+			return "", fmt.Errorf("the parameter %s has values of the type %T, want []float32", p.Name, p.Value.Data())
+		}
+
+		fmt.Fprintf(sum, "%s %d\n", p.Name, len(values))
+		for part := range slices.Chunk(values, atATime) {
+			if err := binary.Write(sum, binary.LittleEndian, part); err != nil {
+				return "", err
+			}
+		}
 	}
-	return os.Create(path)
+
+	return hex.EncodeToString(sum.Sum(nil)), nil
 }
 
 // trainer makes the trainer of a job.

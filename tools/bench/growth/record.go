@@ -45,6 +45,7 @@ type record struct {
 	FLOPs      float64      `json:"flops"`
 	Seconds    float64      `json:"seconds"` // of steps, decisions and growth, without evaluations
 	Parameters int          `json:"parameters"`
+	Weights    string       `json:"weights,omitempty"` // SHA-256 of the parameters at the end
 	Device     string       `json:"device"`
 	Growths    []growth     `json:"growths,omitempty"`
 	Notes      []string     `json:"notes,omitempty"`    // the controller's predictions

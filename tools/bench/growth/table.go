@@ -192,6 +192,7 @@ func writeTable(w io.Writer, rows []row) error {
 		}
 	}
 
+	writeRegrets(&b, regrets(rows))
 	_, err := io.WriteString(w, b.String())
 	return err
 }
