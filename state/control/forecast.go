@@ -397,7 +397,7 @@ func (f *Forecast) view(r state.Report) (v view) {
 		v.fitLaw(r.Curve[0].Loss, e.points, e.tokens(plan))
 	if !v.fitted {
 		v.level, v.gain = 0, 1
-		v.text += v.outline(all, price, plan, now)
+		v.text += f.outline(&v, all, price, plan, now)
 		return v
 	}
 
@@ -512,8 +512,9 @@ func (v view) blocks(plan state.RunPlan) int {
 	return int(math.Round(v.option.factor * float64(plan.Blocks)))
 }
 
-// outline describes the best growth that can be predicted before the curve has been fitted.
-func (v *view) outline(all []growthOption, price func(growthOption) growthOption, plan state.RunPlan,
+// outline describes the best growth that can be predicted before the curve has been fitted, and compares it with models
+// that have more blocks from the start.
+func (f *Forecast) outline(v *view, all []growthOption, price func(growthOption) growthOption, plan state.RunPlan,
 	now state.Point) string {
 	lowest, wait := v.stay(), math.NaN()
 	for _, g := range all {
@@ -530,9 +531,21 @@ func (v *view) outline(all []growthOption, price func(growthOption) growthOption
 		return "; as far as is known without its curve, growth would not pay off"
 	}
 
-	return fmt.Sprintf("; as far as is known without its curve, growing to %d blocks after %.3g million tokens, a "+
+	text := fmt.Sprintf("; as far as is known without its curve, growing to %d blocks after %.3g million tokens, a "+
 		"share of %.2f, would lower the reducible loss by %.1f %%", v.blocks(plan), (v.seen+wait)/1e6,
 		now.Share+(1-now.Share)*wait/v.rest, 100*(1-lowest/v.stay()))
+	if plan.PerToken || f.Trained {
+		return text
+	}
+
+	// Compare with the best model that has more blocks from the start.
+	deeper, factor := v.fromStart(all, v.seen+v.rest)
+	difference, direction := 100*(deeper/lowest-1), "above"
+	if difference < 0 {
+		difference, direction = -difference, "below"
+	}
+	return text + fmt.Sprintf("; a model with %.0f blocks from the start would end %.1f %% %s that",
+		factor*float64(plan.Blocks), difference, direction)
 }
 
 // began returns the share that had been spent when an era began.

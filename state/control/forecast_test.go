@@ -346,10 +346,22 @@ func TestForecastReviews(t *testing.T) {
 // TestForecastPlans checks the notes of a run: the plan comes first, then a prediction follows after each
 // tenth of the budget. The predicted loss approaches the actual one.
 func TestForecastPlans(t *testing.T) {
-	got := simulation{blocks: 3, epochs: 200, budget: 200}.run(t, control.NewForecast(blueprints.Stack, 4))
+	s := simulation{blocks: 3, epochs: 200, budget: 200}
+	got := s.run(t, control.NewForecast(blueprints.Stack, 4))
 	require.InDelta(t, 11, len(got.notes), 1)
 	require.Contains(t, got.notes[0], "would lower the reducible loss by")
 	require.Contains(t, got.notes[1], "predicted final loss")
+
+	// The plan compares the run with one that has more blocks from the start. 1.5 is the level of the law.
+	static := s
+	static.blocks, static.budget = 12, s.budget*3/12*s.cost(3)/s.cost(12)
+	excess := 100 * ((static.run(t, never()).loss-1.5)/(got.loss-1.5) - 1)
+	planned := regexp.MustCompile(`; a model with 12 blocks from the start would end ([\d.]+) % above that$`)
+	match := planned.FindStringSubmatch(got.notes[0])
+	require.Len(t, match, 2, got.notes[0])
+	predicted, err := strconv.ParseFloat(match[1], 64)
+	require.NoError(t, err)
+	require.InDelta(t, excess, predicted, 0.5)
 }
 
 // TestForecastPlansByTheSpeed checks that the plan knows how many tokens the run will see, although it starts with a

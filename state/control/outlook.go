@@ -76,6 +76,23 @@ func (o outlook) grow(g growthOption, further float64) float64 {
 	return loss
 }
 
+// fromStart returns the lowest final loss of the models with the blocks of any of the given growths, and of further ones,
+// from the start of the run, and the factor by which that model has more blocks. tokens is the number of tokens that the
+// current model would see in the whole run.
+func (o outlook) fromStart(all []growthOption, tokens float64) (loss, factor float64) {
+	loss = math.Inf(1)
+	for _, g := range all {
+		deeper := outlook{level: o.level, gain: o.gain, size: g.factor * o.size, rest: tokens / g.cost}
+		if l := deeper.stay(); l < loss {
+			loss, factor = l, g.factor
+		}
+		if l, further := deeper.fromStart(g.next, deeper.rest); l < loss {
+			loss, factor = l, g.factor*further
+		}
+	}
+	return loss, factor
+}
+
 // delays are the delays that later tries, as multiples of the number of tokens seen so far.
 var delays = []float64{0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32}
 

@@ -12,7 +12,7 @@ type regret struct {
 	controller, best row
 	seeds            []uint64 // random seeds of both arms
 	loss             float64  // mean of the controller's losses minus those of the best arm, seed by seed
-	spread           float64  // larger standard deviation of the two arms; 0 if both have a single random seed
+	spread           float64  // largest standard deviation of an arm on the budget; 0 if all have a single random seed
 }
 
 // regrets returns the regret on each budget that has a run of control.Forecast and another arm with the same random
@@ -39,10 +39,14 @@ func regrets(rows []row) (all []regret) {
 				r.best, r.seeds, r.loss, found = other, seeds, loss, true
 			}
 		}
-		if found {
-			r.spread = max(r.controller.Deviation, r.best.Deviation)
-			all = append(all, r)
+		if !found {
+			continue
 		}
+
+		for _, other := range g {
+			r.spread = max(r.spread, other.Deviation)
+		}
+		all = append(all, r)
 	}
 
 	return all
