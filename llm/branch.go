@@ -60,8 +60,8 @@ var (
 )
 
 // suspend copies everything that training steps change and returns a function that restores it. If
-// restoring fails, the trainer needs a Resume; the model's own parameters are then only on the host, or
-// lost.
+// restoring fails, the model's own parameters are only on the host or lost, and the trainer must be resumed
+// from a checkpoint.
 func (d *driver) suspend() (restore func() error, err error) {
 	own, err := d.branch()
 	if err != nil {

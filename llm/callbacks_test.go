@@ -33,6 +33,7 @@ type profiled struct {
 
 func (p *profiled) OpTimes() ([]optime.OpTime, error) { return p.ops, nil }
 
+// TestMonitor checks when Monitor emits the times of ops, and that it prints them at the end.
 func TestMonitor(t *testing.T) {
 	ops := []optime.OpTime{{Op: "Linear", Tasks: 7, Time: 2 * time.Millisecond, FLOPs: 1e9, Bytes: 1e6,
 		Variants: []string{"fast"}}, {Op: "RMSNorm", Time: time.Millisecond}}
@@ -176,6 +177,7 @@ func (p *traced) Profile() (*optime.Profile, error) {
 		Spans: []optime.Span{{Kernel: "norm", Op: "RMSNorm", Time: time.Microsecond}}}, nil
 }
 
+// TestProfileStep checks that the right step is profiled, and the errors for runs and engines without a profile.
 func TestProfileStep(t *testing.T) {
 	for _, test := range []struct {
 		takes, after int

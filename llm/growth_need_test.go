@@ -11,8 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// TestNeedsAreReproducible repeats the sums over the parameters of a block. Their squares span twelve
-// orders of magnitude, so that adding them in any other order changes the last bits.
+// TestNeedsAreReproducible checks that repeated sums over the parameters of a block are bit-identical. Their squares span
+// twelve orders of magnitude, so that adding them in any other order would change the last bits.
 func TestNeedsAreReproducible(t *testing.T) {
 	adamw, err := optim.NewAdamW()
 	require.NoError(t, err)
@@ -32,7 +32,7 @@ func TestNeedsAreReproducible(t *testing.T) {
 
 	want := needsOf(c, blueprints.Stream, moments, adamw)
 	require.Len(t, want, 3)
-	require.Equal(t, want[1], want[2], "two seeds behind the same block")
+	require.Equal(t, want[1], want[2], "two seeds after the same block")
 	for range 200 {
 		require.Equal(t, want, needsOf(c, blueprints.Stream, moments, adamw))
 	}

@@ -131,8 +131,7 @@ func (m modelState) become(next layout, source func(name string) string,
 	return grown
 }
 
-// findAs records where the values of a parameter are, given that it equals the parameter from of another
-// model.
+// findAs records where the values of a parameter are, which takes its values from parameter from of another model.
 func (m *modelState) findAs(name string, other modelState, from string) {
 	at, ok := other.From[from]
 	if !ok {
@@ -259,7 +258,7 @@ func (m modelState) planted(site blueprints.Site, seed int) (o plantedSeed, err 
 	return o, nil
 }
 
-// replace returns the model with other values for the named parameters. Their moments stay.
+// replace returns the model with the given values, of which the named ones are new. The moments do not change.
 func (m modelState) replace(values map[string]*tensor.Dense, names []string) modelState {
 	m.Params = slices.Clone(m.Params)
 	for i := range m.Params {

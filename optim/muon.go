@@ -156,6 +156,6 @@ func checkMomentum(r Rule, e *entry) error {
 	}
 
 	return fmt.Errorf("%s is %v at element %d, want at most %.3g after %d steps with a momentum "+
-		"of %v: the state is damaged; continue from an older checkpoint", r.Kernel.Moments[0].Name,
+		"of %v: the state is corrupted; continue from an older checkpoint", r.Kernel.Moments[0].Name,
 		reflect.ValueOf(e.moments[0]).Index(at), at, most, e.step, r.Beta1)
 }

@@ -247,7 +247,7 @@ func checkMoment(m Moment, data any) error {
 		return nil
 	}
 
-	return fmt.Errorf("%s is %v at element %d, want %s: the state is damaged, or from a run that "+
+	return fmt.Errorf("%s is %v at element %d, want %s: the state is corrupted, or from a run that "+
 		"diverged; continue from an older checkpoint", m.Name,
 		reflect.ValueOf(data).Index(at), at, want)
 }

@@ -82,7 +82,7 @@ func (o *common) inspect(w io.Writer) error {
 		row("tokenizer", "%s", tok.Name())
 	}
 
-	// Weights, gradients and most moments have four bytes per number.
+	// Weights and gradients have four bytes per number, and so have most moments.
 	var moments []string
 	for _, choice := range optim.Choices() {
 		o, err := choice.New(1)

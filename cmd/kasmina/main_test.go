@@ -240,7 +240,7 @@ func TestTrain(t *testing.T) {
 }
 
 // TestTrainAdapters checks that LoRA lowers the loss, that the merged model can be loaded, and that only
-// the linear layers have changed. It also checks that a run with a time limit ends, and that senseless
+// the linear layers have changed. It also checks that a run with a time limit ends, and that invalid
 // options are rejected.
 func TestTrainAdapters(t *testing.T) {
 	text := filepath.Join(t.TempDir(), "text")

@@ -182,7 +182,7 @@ func (d runDir) readManifest() (*manifest, error) {
 
 	var m manifest
 	if err := json.Unmarshal(text, &m); err != nil || m.Options == nil {
-		return nil, fmt.Errorf("--out: %s is damaged, and without it the run cannot be identified: "+
+		return nil, fmt.Errorf("--out: %s is corrupted, and without it the run cannot be identified: "+
 			"name another folder", path)
 	}
 

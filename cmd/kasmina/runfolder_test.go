@@ -168,7 +168,7 @@ func TestForeignFolders(t *testing.T) {
 	require.NoError(t, os.MkdirAll(filepath.Join(out, runFolder), 0o777))
 	require.NoError(t, os.WriteFile(filepath.Join(out, runFolder, manifestName), []byte("{"), 0o666))
 	_, err := kasmina(t, short(out)...)
-	require.ErrorContains(t, err, "is damaged")
+	require.ErrorContains(t, err, "is corrupted")
 
 	// A foreign config.json appears while the finished model moves to its place.
 	out = stopped(t, "publish", "generation_config.json")

@@ -5,6 +5,7 @@ import (
 	"testing"
 )
 
+// TestFloat16AllValues checks that converting every value to float64 and back returns the same bits, or another NaN.
 func TestFloat16AllValues(t *testing.T) {
 	for i := range 1 << 16 {
 		h := Float16(i)

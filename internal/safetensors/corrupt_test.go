@@ -117,7 +117,7 @@ func TestDamageIsLocated(t *testing.T) {
 	defer f.Close()
 
 	if _, err := f.Tensor(context.Background(), "first"); err != nil {
-		t.Errorf("the undamaged tensor: %v", err)
+		t.Errorf("the intact tensor: %v", err)
 	}
 
 	_, errTensor := f.Tensor(context.Background(), "second")
@@ -227,16 +227,16 @@ func TestHostileFiles(t *testing.T) {
 		{"metadata is a list", file(`{"__metadata__":[]}`, 0), "expected {"},
 		{"metadata value is a number", file(`{"__metadata__":{"step":1}}`, 0), `metadata "step"`},
 		{"bool of 2", append(file(one(`{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]}`), 2), 2), "element 2 is 0x2"},
-		{"checksums not announced", file(`{"__metadata__":{"kasmina.crc32c":"00000000"}}`, 0), "are damaged"},
-		{"announced checksums absent", file(`{"__metadata__":{"kasmina.digest":"crc32c"}}`, 0), "are damaged"},
+		{"checksums not announced", file(`{"__metadata__":{"kasmina.crc32c":"00000000"}}`, 0), "are corrupted"},
+		{"announced checksums absent", file(`{"__metadata__":{"kasmina.digest":"crc32c"}}`, 0), "are corrupted"},
 		{"another digest", file(`{"__metadata__":{"kasmina.crc32c":"00000000","kasmina.digest":"md5"}}`, 0), `"md5"`},
 		{"no digits", file(`{"__metadata__":{"kasmina.crc32c":"","kasmina.digest":"crc32c"}}`, 0), "0 checksum digits"},
 		{"digits of another count", file(`{"__metadata__":{"kasmina.crc32c":"0000000000000000","kasmina.digest":"crc32c"}}`, 0), "expected 8"},
 		{"not digits", file(`{"__metadata__":{"kasmina.crc32c":"0000000g","kasmina.digest":"crc32c"}}`, 0), `"0000000g"`},
 		{"wrong sum", file(`{"__metadata__":{"kasmina.crc32c":"00000000","kasmina.digest":"crc32c"}}`, 0), "expected 00000000"},
-		{"escaped key", file(`{"__metadata__":{"k\u0061smina.crc32c":"00000000","kasmina.digest":"crc32c"}}`, 0), "are damaged"},
-		{"key with a space", file(`{"__metadata__":{"kasmina.crc32c": "00000000","kasmina.digest":"crc32c"}}`, 0), "are damaged"},
-		{"digits cut off", file(`{"__metadata__":{"kasmina.digest":"crc32c","kasmina.crc32c":""}}`, 0), "are damaged"},
+		{"escaped key", file(`{"__metadata__":{"k\u0061smina.crc32c":"00000000","kasmina.digest":"crc32c"}}`, 0), "are corrupted"},
+		{"key with a space", file(`{"__metadata__":{"kasmina.crc32c": "00000000","kasmina.digest":"crc32c"}}`, 0), "are corrupted"},
+		{"digits cut off", file(`{"__metadata__":{"kasmina.digest":"crc32c","kasmina.crc32c":""}}`, 0), "are corrupted"},
 	}
 
 	for _, test := range tests {

@@ -133,7 +133,7 @@ func takeSums(head []byte, metadata map[string]string, n int) ([]uint32, error) 
 	delete(metadata, sumsKey)
 	at := sumsOffset(head)
 	if !announced || !present || at < 0 {
-		return nil, fmt.Errorf("header: the metadata entries %q and %q are damaged", digestKey,
+		return nil, fmt.Errorf("header: the metadata entries %q and %q are corrupted", digestKey,
 			sumsKey)
 	}
 
@@ -157,7 +157,7 @@ func takeSums(head []byte, metadata map[string]string, n int) ([]uint32, error) 
 		sums[i] = uint32(v)
 	}
 
-	// Compared as text, because the checksum does not cover its own digits, and damage may turn a
+	// Compared as text, because the checksum does not cover its own digits, and corruption may turn a
 	// digit into upper case.
 	if got := fmt.Sprintf("%08x", headerSum(head, at)); got != digits[:sumDigits] {
 		return nil, fmt.Errorf("header: checksum %s, expected %s", got, digits[:sumDigits])

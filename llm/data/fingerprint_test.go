@@ -128,7 +128,7 @@ func TestFingerprintKept(t *testing.T) {
 	require.Len(t, known.read(), fingerprintsMost)
 	require.NoError(t, os.WriteFile(string(known), []byte("[{"), 0o666))
 	require.Empty(t, known.read())
-	require.NotEmpty(t, printOf(t, mustOpen(t, dir).Train), "a damaged cache is no cache")
+	require.NotEmpty(t, printOf(t, mustOpen(t, dir).Train), "a corrupted cache is no cache")
 }
 
 // FuzzFingerprints gives the cache of fingerprints an arbitrary file. Whatever the file held, a

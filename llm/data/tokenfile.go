@@ -138,7 +138,7 @@ func (t *TokenFile) readHeader() error {
 	line, rest, _ := bytes.Cut(rest, []byte("\n"))
 	want := fmt.Sprintf("crc32c %08x\n", crc32.Checksum(line, castagnoli))
 	if n < tokenDataStart || !bytes.HasPrefix(rest, []byte(want)) {
-		return errors.New("it is damaged: the header does not fit its checksum")
+		return errors.New("it is corrupted: the header does not fit its checksum")
 	}
 
 	if err := json.Unmarshal(line, &t.header); err != nil {
@@ -167,7 +167,7 @@ func (t *TokenFile) verify(ctx context.Context, size int64) error {
 	h := t.header
 	size -= tokenDataStart
 	if size%int64(h.Width) != 0 || size/int64(h.Width) != h.Count {
-		return fmt.Errorf("it is damaged: %d bytes of ids, want %d ids of %d bytes", size, h.Count,
+		return fmt.Errorf("it is corrupted: %d bytes of ids, want %d ids of %d bytes", size, h.Count,
 			h.Width)
 	}
 
@@ -195,7 +195,7 @@ func (t *TokenFile) verify(ctx context.Context, size int64) error {
 	}
 
 	if sum != h.CRC {
-		return fmt.Errorf("it is damaged: the checksum of the ids is %08x, want %08x", sum, h.CRC)
+		return fmt.Errorf("it is corrupted: the checksum of the ids is %08x, want %08x", sum, h.CRC)
 	}
 
 	return nil

@@ -17,8 +17,8 @@ import (
 	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
 )
 
-// Files are the contents of a model folder that exists only in memory, because the model is stored in another
-// format. Package gguf makes them from GGUF files.
+// Files holds the contents of a model folder that exists only in memory, because the model is stored in another
+// format. Package gguf creates Files from GGUF files.
 type Files struct {
 	// Texts has the contents of config.json, tokenizer.json, and other small files of a folder, by name.
 	Texts map[string][]byte
@@ -36,12 +36,12 @@ type Weights struct {
 	io.ReaderAt
 	Size int64 // in bytes
 
-	// Types names the original types of tensors that the safetensors file has in another type.
+	// Types maps the names of tensors that have been converted to their original types.
 	Types map[string]string
 }
 
-// OpenFiles is Open for the contents of a folder. The path appears in errors and becomes the Dir of the result.
-// If OpenFiles fails, it closes the files.
+// OpenFiles is like Open, for a folder in memory. The path appears in errors and becomes the Dir of the result. If
+// OpenFiles fails, it closes the files.
 func OpenFiles(path string, files Files) (*Folder, error) {
 	f := &Folder{Dir: path, files: &files}
 	if err := f.open(); err != nil {

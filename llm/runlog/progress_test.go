@@ -16,6 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
+// TestProgressInAFile checks that progress written to a file consists of whole lines.
 func TestProgressInAFile(t *testing.T) {
 	var out strings.Builder
 	eventtest.Send(t, Progress(&out), eventtest.Run(20, 40)...)
@@ -85,6 +86,7 @@ func TestProgressOnATerminal(t *testing.T) {
 	}
 }
 
+// TestProgressIsNotTooOften checks that fast steps do not flood the terminal.
 func TestProgressIsNotTooOften(t *testing.T) {
 	for _, terminal := range []bool{true, false} {
 		var out strings.Builder

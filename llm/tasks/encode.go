@@ -9,7 +9,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// A Tokenizer encodes and decodes texts, as that of package llm/tokenizer/hf does.
+// A Tokenizer encodes and decodes texts, like the tokenizers of package llm/tokenizer/hf.
 type Tokenizer interface {
 	VocabSize() int
 	BeginningOfText() int // negative if the tokenizer has no such token
@@ -138,7 +138,7 @@ func (e *encoder) scored(context, scored []int, text string) (llm.Continuation, 
 }
 
 // rolling divides a text into windows that together score each token once. The first window starts with
-// the prefix token. The last window is as long as the others, and also contains tokens that an earlier one
+// the prefix token. The last window is as long as the others, so it also contains tokens that the window before it
 // scores.
 func (e *encoder) rolling(text string) (windows []llm.Continuation, err error) {
 	tokens := e.whole(text, e.prefixText)

@@ -190,7 +190,7 @@ func read(path string) (choices, error) {
 	}
 
 	if err := json.Unmarshal(b, &f); err != nil {
-		return nil, fmt.Errorf("it is damaged: %w", err)
+		return nil, fmt.Errorf("it is corrupted: %w", err)
 	}
 
 	if f.Version != version {

@@ -49,9 +49,9 @@ func TestStore(t *testing.T) {
 	require.Len(t, left, 1)
 }
 
-// TestDamaged checks that a damaged file causes a warning and an empty store, and is replaced at the next
+// TestCorrupted checks that a corrupted file causes a warning and an empty store, and is replaced at the next
 // choice.
-func TestDamaged(t *testing.T) {
+func TestCorrupted(t *testing.T) {
 	for name, content := range map[string]string{"text": "choices",
 		"cut": `{"version":1,"choices":{"a":{`, "empty": "", "none": "{}",
 		"version": `{"version":2,"choices":{"a":{}}}`, "list": `{"version":1,"choices":[]}`,

@@ -49,8 +49,8 @@ func (r *Runner) FetchFloats(a *program.Array, dst []float32) error {
 	})
 }
 
-// leastConverted is the number of elements that one goroutine converts in less time than it takes to start
-// another.
+// leastConverted is the minimum number of elements per goroutine. Converting fewer takes less time than starting a
+// goroutine.
 const leastConverted = 1 << 15
 
 // FetchBytes copies an array to dst exactly as it is stored in device memory.

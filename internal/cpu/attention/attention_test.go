@@ -109,7 +109,7 @@ func testDocumentTiles[T cpu.Float](t *testing.T) {
 		width := len(x) / rows
 		for i, v := range x {
 			at := i / width
-			if spoilt := at >= s.Seq && s.Starts[at] == 0; (v != v) != spoilt {
+			if poisoned := at >= s.Seq && s.Starts[at] == 0; (v != v) != poisoned {
 				t.Fatalf("%s[%d], of position %d of sequence %d, is %v", name, i,
 					at%s.Seq, at/s.Seq, v)
 			}
@@ -245,13 +245,13 @@ func TestWindowTiles(t *testing.T) {
 func testWindowTiles[T cpu.Float](t *testing.T) {
 	seed := randtest.Seed(t)
 	r := rand.New(rand.NewPCG(seed, 1))
-	const spoilt = 70
+	const poisoned = 70
 	s := Shape{Batch: 1, Seq: 900, Heads: 4, KVHeads: 2, HeadDim: 6, Causal: true, Scale: 0.4,
 		Window: 1 + r.IntN(300)}
 	normal := func(width int) []T {
 		x := make([]T, s.Seq*width)
 		for i := range x {
-			if x[i] = T(r.NormFloat64()); i < spoilt*width {
+			if x[i] = T(r.NormFloat64()); i < poisoned*width {
 				x[i] = T(math.NaN())
 			}
 		}
@@ -266,7 +266,7 @@ func testWindowTiles[T cpu.Float](t *testing.T) {
 	Backward(dq, dk, dv, g, q, k, v, y, normalizers, s)
 
 	// after the tile of the last query that sees one of these keys
-	first := spoilt + s.Window + queryTile
+	first := poisoned + s.Window + queryTile
 	for name, x := range map[string][]T{"y": y, "dq": dq, "dk": dk, "dv": dv} {
 		width := len(x) / s.Seq
 		if i := slices.IndexFunc(x[first*width:], func(v T) bool { return v != v }); i >= 0 {

@@ -212,7 +212,7 @@ func Replaceable(path string) error {
 
 	f, err := Open(path)
 	if err != nil {
-		return fmt.Errorf("%w: the existing file is not a checkpoint, or it is damaged; move it away, or "+
+		return fmt.Errorf("%w: the existing file is not a checkpoint, or it is corrupted; move it away, or "+
 			"choose another name", err)
 	}
 	defer f.Close()

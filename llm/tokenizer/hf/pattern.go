@@ -97,7 +97,7 @@ type rewritten struct {
 type expression struct {
 	empty     bool // it can match an empty text
 	unbounded bool // it contains a repetition without a limit
-	choice    bool // it can match a text in several ways, or texts of different lengths
+	choice    bool // it can match the same text in several ways, or texts of different lengths
 	degree    int  // number of successive repetitions; the time grows with this power of the text's length
 }
 
@@ -115,12 +115,14 @@ func (p *patternParser) fail(what string) {
 	p.rest = ""
 }
 
+// take consumes the prefix, and reports whether it was there.
 func (p *patternParser) take(prefix string) bool {
 	rest, ok := strings.CutPrefix(p.rest, prefix)
 	p.rest = rest
 	return ok
 }
 
+// alternatives parses sequences separated by |.
 func (p *patternParser) alternatives(depth int) (x expression) {
 	if depth > 16 {
 		p.fail("groups nested deeper than 16")
@@ -139,6 +141,7 @@ func (p *patternParser) alternatives(depth int) (x expression) {
 	}
 }
 
+// sequence parses successive atoms with their quantifiers.
 func (p *patternParser) sequence(depth int) expression {
 	x := expression{empty: true}
 	for p.rest != "" && p.rest[0] != '|' && p.rest[0] != ')' {
@@ -222,6 +225,7 @@ func (p *patternParser) counted(x expression) expression {
 	return x
 }
 
+// atom parses a character, an escape, a class or a group.
 func (p *patternParser) atom(depth int) expression {
 	switch c := p.rest[0]; c {
 	case '(':
@@ -240,6 +244,7 @@ func (p *patternParser) atom(depth int) expression {
 	return expression{}
 }
 
+// group parses a group in parentheses.
 func (p *patternParser) group(depth int) expression {
 	// This is the only group in published patterns that ignores case. For other groups, the engines
 	// differ, for example in the matches for ß and the Kelvin sign.
@@ -271,6 +276,7 @@ func (p *patternParser) group(depth int) expression {
 	return x
 }
 
+// escape parses an escape sequence.
 func (p *patternParser) escape() {
 	const literal = "\\.-+*?()[]{}^$|/'\"#&~!@%=:;,<>_` "
 	switch {
@@ -294,7 +300,8 @@ func (p *patternParser) escape() {
 	}
 }
 
-// characters replaces a category, or its complement, by a list of characters.
+// characters replaces a category, or its complement if other is set, with a list of its characters. rest is the text
+// after the category.
 func (p *patternParser) characters(category string, other bool, rest string) {
 	ranges, ok := split.Category(category)
 	if !ok {

@@ -10,7 +10,7 @@ constexpr int kThreads = 256;
 template <class T, int L, int G> __device__ __forceinline__ void attendSlice(const Attention& a) {
   __shared__ SharedOf<L, G, (G * L > 128 ? 4 : G), kThreads> shared;
   if (a.early) {
-    // The position may still change, and then this is in vain.
+    // The preceding kernel may still change the position, in which case these loads are wasted but harmless.
     const int64_t position = __ldcg(a.position);
     if (blockIdx.z == 0 && position >= 0 && position < a.capacity) {
       int keys;

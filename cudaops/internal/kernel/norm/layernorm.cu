@@ -7,8 +7,8 @@
 // (Ba, Kiros and Hinton, "Layer Normalization", 2016.) add is the gradient that reaches x on a path
 // around the norm.
 //
-// The mean has two parts. The first is the mean rounded to float. Numbers close to it differ from
-// it by a float without rounding, and the second part is the mean of these differences. Rows with a
+// The mean has two parts. The first is the mean rounded to float. For numbers close to it, the difference from it is
+// exact in float, and the second part is the mean of these differences. Rows with a
 // mean of 10⁷ and a deviation of 1 are therefore as precise as those around 0. The variance is the
 // mean square of x − first − second, and cannot be negative.
 //
@@ -138,8 +138,8 @@ __device__ __forceinline__ float2 reduceTwo(float a, float b, int round) {
   return make_float2(warpReduce<Sum>(mine.x), warpReduce<Sum>(mine.y));
 }
 
-// leaveSums adds up the sums that the block's threads hold for their columns, and stores the result
-// in the block's row of partial [blocks, d].
+// leaveSums adds up the sums that the block's threads hold for their columns, and stores the totals in the block's row of
+// partial [blocks, d].
 template <int P, int N> __device__ __forceinline__ void leaveSums(float* partial, const float (&sums)[P][N], float* shared, int d) {
   __syncthreads();  // all threads have read the previous contents of shared
 #pragma unroll
