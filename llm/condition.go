@@ -17,7 +17,7 @@ type phase uint8
 
 const (
 	ready      phase = iota // model, optimizer and engine agree, as after a complete step
-	incomplete              // an update was applied, but its step is incomplete
+	incomplete              // an update was applied without completing its step, or a failure was not undone
 	damaged                 // the parameters belong to no step, or to a twin
 	detached                // the engine has not taken over the host's model and moments
 	engineless              // no engine could be created for the model
@@ -33,7 +33,7 @@ const (
 	stepCompleted
 	updateFailed
 	restoreFailed // something other than the parameters could not be restored
-	modelLost     // the parameters could not be restored after a twin's steps
+	modelLost     // the parameters could not be restored
 	pushFailed
 	engineLost
 	allLost  // the engine and the parameters in it

@@ -229,12 +229,12 @@ func (d *driver) now() (m modelState, err error) {
 		return m, err
 	}
 	m = modelState{layout: d.t.Model.layout(), Params: d.t.Model.Params, Moments: d.t.Optimizer.State()}
-	return d.there(m), err
+	return d.markHeld(m), err
 }
 
-// there marks the parameters of m as held by the engine, if the engine can hand them over to the next
+// markHeld marks the parameters of m as held by the engine, if the engine can hand them over to the next
 // one.
-func (d *driver) there(m modelState) modelState {
+func (d *driver) markHeld(m modelState) modelState {
 	if k, ok := d.engine.(Keeper); ok && k.CanKeep() {
 		m.From, m.Here = map[string]string{}, map[string]bool{}
 		for _, p := range m.Params {
@@ -246,10 +246,10 @@ func (d *driver) there(m modelState) modelState {
 	return m
 }
 
-// part returns the current model. If the engine can hand its parameters over to the next one, only the
-// named ones are copied to the host.
-func (d *driver) part(names ...string) (modelState, error) {
-	m := d.there(modelState{layout: d.t.Model.layout(), Params: d.t.Model.Params})
+// handover returns the current model for change. If the engine can hand its parameters over to the next one,
+// only the named ones are copied to the host.
+func (d *driver) handover(names ...string) (modelState, error) {
+	m := d.markHeld(modelState{layout: d.t.Model.layout(), Params: d.t.Model.Params})
 	if m.From == nil {
 		return d.now()
 	}
@@ -259,11 +259,11 @@ func (d *driver) part(names ...string) (modelState, error) {
 	return m, pull(d.t.Model, names...)
 }
 
-// change replaces the model, which is in the state that now returned as old, with next, and creates an
-// engine for it. On an error either the old model is restored or the trainer has no engine.
+// change replaces the model with next and creates an engine for it. old is the current model, as returned by
+// now or handover. After an error, either the old model has been restored or the trainer has no engine.
 func (d *driver) change(old, next modelState, scale *LossScale) error {
 	clock, oldScale := phases.Start(), d.lossScale()
-	make, end, err := d.leave(old)
+	create, cleanUp, err := d.leave(old)
 	if err != nil {
 		return d.loseEngine(old, err)
 	}
@@ -276,7 +276,7 @@ func (d *driver) change(old, next modelState, scale *LossScale) error {
 			return err
 		}
 		clock.End("the optimizer")
-		return d.replaceEngine(func() (Engine, error) { return make(m) }, scale)
+		return d.replaceEngine(func() (Engine, error) { return create(m) }, scale)
 	}
 
 	if err = put(next, scale); err != nil {
@@ -286,8 +286,8 @@ func (d *driver) change(old, next modelState, scale *LossScale) error {
 	}
 
 	clock.End("the next engine")
-	if left := end(); left != nil {
-		slog.Warn("llm: memory of the previous engine could not be freed", "error", left)
+	if err := cleanUp(); err != nil {
+		slog.Warn("llm: memory of the previous engine could not be freed", "error", err)
 	}
 
 	clock.End("freeing memory")
@@ -338,8 +338,8 @@ func (d *driver) setOptimizer(known []Param, m modelState) error {
 
 // leave closes the engine before its successor allocates memory. It returns a function that creates
 // the next engine for a model, and a cleanup function.
-func (d *driver) leave(old modelState) (make func(modelState) (Engine, error),
-	end func() error, err error) {
+func (d *driver) leave(old modelState) (create func(modelState) (Engine, error),
+	cleanUp func() error, err error) {
 	if old.From == nil {
 		closed := d.engine.Close()
 		return func(modelState) (Engine, error) {
@@ -383,12 +383,12 @@ func (d *driver) newEngine() (Engine, error) {
 	return e, err
 }
 
-// replaceEngine installs the engine that make creates for the current model. If it returns an error, the
+// replaceEngine installs the engine that create returns for the current model. If it returns an error, the
 // new engine, if any, has been closed.
-func (d *driver) replaceEngine(make func() (Engine, error), scale *LossScale) error {
+func (d *driver) replaceEngine(create func() (Engine, error), scale *LossScale) error {
 	held := holderOf(d.t.Model)
 	hold(d.t.Model, nil) // the parameters are only on the host until the new engine exists
-	e, err := make()
+	e, err := create()
 	hold(d.t.Model, held)
 	if err != nil {
 		return err
@@ -414,8 +414,8 @@ func (d *driver) forgetFrozen() (err error) {
 	return err
 }
 
-// renewEngine closes the engine, if there is one, and creates another for the model on the host.
-func (d *driver) renewEngine(scale *LossScale) error {
+// recreateEngine closes the engine, if there is one, and creates another for the model on the host.
+func (d *driver) recreateEngine(scale *LossScale) error {
 	if old := d.engine; old != nil {
 		d.engine = nil
 		if err := old.Close(); err != nil {

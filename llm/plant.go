@@ -223,7 +223,7 @@ func (g *growth) needed(p planting) (modelState, error) {
 		}
 	}
 
-	return g.t.driver.part(names...)
+	return g.t.driver.handover(names...)
 }
 
 // attach rebuilds the engine if the set of chunk blueprints computed as graphs has changed. Seeds
@@ -235,7 +235,7 @@ func (g *growth) attach() error {
 	}
 
 	began := time.Now()
-	m, err := g.t.driver.part()
+	m, err := g.t.driver.handover()
 	if err != nil {
 		return err
 	}

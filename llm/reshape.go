@@ -180,7 +180,7 @@ func (g *growth) takeBack(s state.SeedReport) error {
 
 	what := fmt.Sprintf("%v of size %d taken back, %d blocks to %d", s.Kind,
 		s.Size, m.Config.Layers, restored.Layers)
-	now, err := g.t.driver.part()
+	now, err := g.t.driver.handover()
 	if err != nil && !errors.Is(err, ErrDiverged) {
 		return err // a model that has diverged can still be taken back
 	}

@@ -223,7 +223,7 @@ func (t *Trainer) goOn(run *training, other bool) error {
 			t.on(pushFailed, err)
 			return t.condition.err()
 		}
-	} else if err := t.driver.renewEngine(run.LossScale); err != nil {
+	} else if err := t.driver.recreateEngine(run.LossScale); err != nil {
 		t.on(engineLost, err)
 		return t.condition.err()
 	}

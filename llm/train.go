@@ -30,19 +30,25 @@ var ErrDiverged = modelfile.ErrDiverged
 
 // TrainConfig configures the training of a model.
 type TrainConfig struct {
-	// number of optimizer steps, counted from the model's first, after which the run stops; with a
-	// Budget, 0 means no limit
-	Steps      int
-	Batch      int            // sequences in a batch
-	Accumulate int            // batches in a step, which uses their mean gradient; 0 means 1
-	Schedule   optim.Schedule // learning rate of each step
-	// limit of the global gradient norm, and separately of the norm of all blueprints' gradients; 0 for
-	// no limit
-	Clip      float64
-	Epoch     int  // steps in an epoch of the Kasmina lattices; 0 means 10
-	Recompute bool // save memory by recomputing each block for its gradient
-	// number of blocks, from the first, in which only the MLP is recomputed; this saves less memory and time
-	// than Recompute, which overrides it
+	// Steps is the number of optimizer steps after which the run stops, counted from the model's first
+	// step. With a Budget, 0 means no limit.
+	Steps int
+	// Batch is the number of sequences in a batch, and Accumulate the number of batches in a step, which
+	// uses their mean gradient; 0 means 1.
+	Batch      int
+	Accumulate int
+	// Schedule returns the learning rate of each step.
+	Schedule optim.Schedule
+	// Clip limits the global norm of the gradients, and separately the norm of all blueprints' gradients;
+	// 0 means no limit.
+	Clip float64
+	// Epoch is the number of steps in an epoch of the Kasmina lattices; 0 means 10.
+	Epoch int
+
+	// Recompute saves memory by recomputing each block for its gradient.
+	Recompute bool
+	// RecomputeMLPs is the number of blocks, from the first, in which only the MLP is recomputed. This saves
+	// less memory than Recompute, which overrides it, and takes less time.
 	RecomputeMLPs int
 
 	// Frozen restricts training to the blueprints planted at Config.Weights and in Config.Streams.
@@ -83,9 +89,9 @@ type TrainConfig struct {
 	// checkpoint contains the notes, which ReadNotes returns.
 	Notes map[string]string
 
-	listen  []string // parameters with gradients that the engine must report instead of updating
-	adapted bool     // the model has adapters
-	masked  bool     // the loader is a MaskedLoader, so batches differ in their share of a step
+	listen  []string // parameters whose gradients the engine reports, instead of updating any; see Listener
+	adapted bool     // whether the model has adapters
+	masked  bool     // whether the loader is a MaskedLoader, so that batches differ in their share of a step
 }
 
 func (c *TrainConfig) check() error {
@@ -614,8 +620,8 @@ var errBetweenBatches = errors.New("the context was canceled between two batches
 // step computes the gradients of one optimizer step and applies them.
 //
 // A step that fails before its update changes nothing, except that growth completed before its first
-// batch remains, and the next attempt starts from there. If a step fails during or after its update,
-// the trainer is unsound or its step incomplete; see condition.
+// batch remains, and the next attempt starts from there. If a step fails during or after its update, the
+// trainer needs a Resume; see condition.
 func (t *Trainer) step() error {
 	defer takeToChange(t.Model)()
 	began := time.Now()

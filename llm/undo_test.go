@@ -242,7 +242,7 @@ func TestRefusedScaleClosesEngine(t *testing.T) {
 			e, err := CPUEngine()(m, o, c)
 			return unreliableScaler{unreliable{e, f}, &LossScale{Scale: 1}}, err
 		}}.trainer(t)
-	require.ErrorIs(t, tr.driver.renewEngine(&LossScale{Scale: 2}), errNoMemory)
+	require.ErrorIs(t, tr.driver.recreateEngine(&LossScale{Scale: 2}), errNoMemory)
 	require.Equal(t, 2, f.closed, "engines are closed: the old one and the new one")
 }
 
