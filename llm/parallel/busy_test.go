@@ -88,13 +88,13 @@ func patientDeadline(t *testing.T, s setup) time.Duration {
 }
 
 // margin is the factor by which a deadline exceeds the longest step.
-const margin = 20
+const margin = 10
 
 // TestLongWorkOutsideOfSteps checks that a run succeeds although a rank spends several deadlines on
 // saving, evaluating, sampling or writing the final model.
 func TestLongWorkOutsideOfSteps(t *testing.T) {
 	silence := patientDeadline(t, setup{config: small(), steps: 3, accumulate: 3})
-	long := 3 * silence
+	long := 2 * silence
 	type work struct {
 		rank   int // index of the slow rank
 		engine slow
