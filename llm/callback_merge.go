@@ -9,12 +9,13 @@ import (
 
 // MergeAtEnd fossilizes every blueprint in FineTuning, such as the adapters of control.Adapters,
 // after the last step of a run. When the run ends, these blueprints become part of the model. Add
-// MergeAtEnd before callbacks that save.
+// MergeAtEnd before callbacks that save. If a callback has failed after the last step, MergeAtEnd acts when
+// the run is started again.
 //
 // A blueprint that has not reached the thresholds of its lattice yet stays in FineTuning.
 func MergeAtEnd(t *Trainer) Callback {
 	return func(e Event) error {
-		if e.Kind != StepEnd || !e.Last {
+		if !due(e, 0) {
 			return nil
 		}
 		seeds := t.Model.Kasmina

@@ -322,3 +322,43 @@ func TestMergeAtEndBeforeThresholds(t *testing.T) {
 	require.NoError(t, MergeAtEnd(&Trainer{Model: m})(Event{Kind: StepEnd, Last: true}))
 	require.Equal(t, state.FineTuning, m.Kasmina.Report()[depth].Seeds[0].Stage)
 }
+
+// TestMergeAtEndAfterAFailure makes a callback fail after the last step, before MergeAtEnd. The blueprint must be
+// merged when the run is started again, in the same trainer or in one that resumes from the checkpoint.
+func TestMergeAtEndAfterAFailure(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "run")
+	start := func(fail func() error) *Trainer {
+		tr := newTrainer(t, frozen(false, 4))
+		tr.On(func(e Event) error {
+			if e.Kind == StepEnd && e.Last {
+				return fail()
+			}
+			return nil
+		}, MergeAtEnd(tr), Checkpoint(tr, path, 0))
+		return tr
+	}
+	plant := func(tr *Trainer) {
+		commands := []state.Command{{Action: state.Germinate,
+			Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}}}
+		for _, to := range []state.Stage{state.Training, state.Grafting, state.Stabilization, state.Evaluating,
+			state.FineTuning} {
+			commands = append(commands, state.Command{Action: state.Move, To: to})
+		}
+		require.NoError(t, tr.Model.Kasmina.Do(commands...))
+	}
+
+	straight := start(answers())
+	plant(straight)
+	require.NoError(t, straight.Run(t.Context()))
+	require.Empty(t, straight.Model.Planted)
+
+	failed := start(answers(errNoMemory))
+	plant(failed)
+	require.ErrorIs(t, failed.Run(t.Context()), errNoMemory)
+	resumed := start(answers())
+	require.NoError(t, resumed.Resume(t.Context(), path))
+	for name, tr := range map[string]*Trainer{"the same trainer": failed, "another one": resumed} {
+		require.NoError(t, tr.Run(t.Context()), name)
+		require.Equal(t, learntBy(t, straight), learntBy(t, tr), name)
+	}
+}
