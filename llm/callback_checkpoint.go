@@ -65,6 +65,7 @@ type checkpointer struct {
 	parts      bool
 	release    func() error // releases the claim on the directory
 	tried      int          // last step saved, or attempted, in this run; at first the run's initial step
+	complete   int          // step that the file holds after a save in this run that succeeded; 0 before one
 	step       int          // step being written
 	written    chan error   // receives the result of the write; nil when nothing is being written
 }
@@ -133,6 +134,9 @@ func (c *checkpointer) save(step int) error {
 	}
 
 	written := write(c.path)
+	if written == nil {
+		c.complete = step
+	}
 	if err := errors.Join(failed, written); err != nil {
 		return err
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"math"
+	"os"
 	"path/filepath"
 	"testing"
 
@@ -287,6 +288,35 @@ func TestBestCheckpoint(t *testing.T) {
 	require.Equal(t, 4, again.Step())
 	require.NoError(t, again.Run(t.Context()))
 	require.Empty(t, *saved)
+}
+
+// TestBestCheckpointThatCannotBeWritten makes the best checkpoint fail. Once the path can be written again, a later
+// loss that is better than the file's must replace it, even if the failed one was better still.
+func TestBestCheckpointThatCannotBeWritten(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "folder", "best")
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 5})
+	b, err := NewBestCheckpoint(tr, path)
+	require.NoError(t, err)
+	require.NoError(t, tr.Use(b))
+	aside, blocked := filepath.Dir(path)+" aside", true
+	tr.On(func(e Event) error {
+		if e.Kind == StepEnd && e.Step == 2 && blocked {
+			blocked = false
+			require.NoError(t, os.Rename(filepath.Dir(path), aside))
+			return os.WriteFile(filepath.Dir(path), nil, 0o666)
+		}
+		return nil
+	}, scores(tr, 5, 3, 4, 4.5, 6))
+	require.Error(t, tr.Run(t.Context()))
+	require.Equal(t, 2, tr.Step())
+
+	require.NoError(t, os.Remove(filepath.Dir(path)))
+	require.NoError(t, os.Rename(aside, filepath.Dir(path)))
+	require.NoError(t, tr.Run(t.Context()))
+	again := newTrainer(t, trainerOptions{config: tiny(), steps: 5})
+	require.NoError(t, again.Use(&BestCheckpoint{checkpointer: &checkpointer{t: again}}))
+	require.NoError(t, again.Resume(t.Context(), path))
+	require.Equal(t, 3, again.Step())
 }
 
 // TestStopInLastStep checks that stopping has no effect once the run has made its last step.

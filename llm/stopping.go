@@ -133,12 +133,24 @@ func (b *BestCheckpoint) Receive(e Event) error {
 		b.seen = e.Step
 
 		if e.ValLoss < b.best {
-			b.best = e.ValLoss // before saving, because the checkpoint contains it
-			return b.save(e.Step)
+			return b.saveBest(e)
 		}
 	}
 
 	return nil
+}
+
+// saveBest saves the model with the best loss so far. If the file cannot be written, the previous loss remains
+// the best one, because the file still holds its model.
+func (b *BestCheckpoint) saveBest(e Event) error {
+	previous := b.best
+	b.best = e.ValLoss // before saving, because the checkpoint contains it
+
+	err := b.save(e.Step)
+	if err != nil && b.complete != e.Step {
+		b.best = previous
+	}
+	return err
 }
 
 // Save implements [Part].
