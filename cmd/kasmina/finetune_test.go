@@ -15,6 +15,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/failpoint"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/chatdata"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -67,7 +68,7 @@ func lastLine(t *testing.T, out string) (result tuned) {
 // the files.
 func TestFinetune(t *testing.T) {
 	data := writeTuning(t, 40)
-	for name, c := range map[string]struct {
+	for name, c := range randtest.Sample(t, 4, map[string]struct {
 		more  []string
 		loads string // adapter or model
 	}{
@@ -81,7 +82,7 @@ func TestFinetune(t *testing.T) {
 		"nf4, last":         {[]string{"--base", "nf4", "--method", "last", "--blocks", "1"}, "model"},
 		"full":              {[]string{"--method", "full", "--recompute"}, "model"},
 		"last":              {[]string{"--method", "last", "--blocks", "1"}, "model"},
-	} {
+	}, "lora", "full") {
 		t.Run(name, func(t *testing.T) {
 			dir := filepath.Join(t.TempDir(), "out")
 			out, err := kasmina(t, finetuneArgs(data, dir, c.more...)...)
@@ -149,11 +150,11 @@ func TestFinetune(t *testing.T) {
 // on two, and that the log has the rewards.
 func TestFinetunePrefers(t *testing.T) {
 	pairs := writePairs(t, 40)
-	for name, more := range map[string][]string{
+	for name, more := range randtest.Sample(t, 2, map[string][]string{
 		"lora":   {"--beta", "0.3"},
 		"full":   {"--method", "full", "--preference-loss", "ipo"},
 		"robust": {"--preference-loss", "robust", "--label-smoothing", "0.1"},
-	} {
+	}, "lora") {
 		t.Run(name, func(t *testing.T) {
 			dir := filepath.Join(t.TempDir(), "out")
 			out, err := kasmina(t, finetuneArgs(pairs, dir, more...)...)
@@ -194,16 +195,17 @@ func TestFinetunePrefers(t *testing.T) {
 // TestFinetuneResumes checks that an interrupted and resumed run writes the same bytes as an
 // uninterrupted one.
 func TestFinetuneResumes(t *testing.T) {
-	t.Run("dora", func(t *testing.T) {
-		finetuneResumes(t, writeTuning(t, 40), []string{"--method", "dora", "--dropout", "0.1"},
-			[]string{"adapter_model.safetensors", "adapter_config.json"})
-	})
-	t.Run("pairs", func(t *testing.T) {
-		finetuneResumes(t, writePairs(t, 40), nil, []string{"adapter_model.safetensors", "adapter_config.json"})
-	})
-	t.Run("pairs, all weights", func(t *testing.T) {
-		finetuneResumes(t, writePairs(t, 40), []string{"--method", "full"}, []string{"model.safetensors"})
-	})
+	adapter := []string{"adapter_model.safetensors", "adapter_config.json"}
+	for name, c := range randtest.Sample(t, 1, map[string]struct {
+		data        string
+		more, files []string
+	}{
+		"dora":               {writeTuning(t, 40), []string{"--method", "dora", "--dropout", "0.1"}, adapter},
+		"pairs":              {writePairs(t, 40), nil, adapter},
+		"pairs, all weights": {writePairs(t, 40), []string{"--method", "full"}, []string{"model.safetensors"}},
+	}) {
+		t.Run(name, func(t *testing.T) { finetuneResumes(t, c.data, c.more, c.files) })
+	}
 }
 
 // finetuneResumes compares the files of an interrupted run with those of an uninterrupted one.
@@ -341,14 +343,14 @@ func TestFinetuneKeeps(t *testing.T) {
 		return lastLine(t, out), progress, dir
 	}
 
-	for name, c := range map[string][]string{
+	for name, c := range randtest.Sample(t, 2, map[string][]string{
 		"text":     {"--keep", license},
 		"examples": {"--keep", writeTuning(t, 60)},
 		"self":     {"--keep", "self"},
 		"full":     {"--keep", license, "--method", "full", "--lr", "0.01"},
 		"growing":  {"--keep", license, "--grow-rank"},
 		"nf4":      {"--keep", license, "--grow-rank", "--base", "nf4"},
-	} {
+	}, "text") {
 		t.Run(name, func(t *testing.T) {
 			loose, _, _ := rise(append(c, "--forget", "100")...)
 			require.Zero(t, *loose.Rollbacks)

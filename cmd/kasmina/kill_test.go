@@ -34,7 +34,8 @@ import (
 //
 //	go test ./cmd/kasmina -run TestKilled -kills 200 -timeout 1h -v
 var (
-	kills    = flag.Int("kills", 5, "how many times kasmina train and kasmina finetune are killed")
+	kills = flag.Int("kills", 0, "how many times kasmina train and kasmina finetune are killed (default 2, or 10 in "+
+		"long tests)")
 	killTime = flag.Duration("kill-time", time.Hour, "how long TestKilled and TestKilledFinetune start further runs")
 )
 
@@ -242,12 +243,20 @@ func TestKilled(t *testing.T) { testKilled(t, killedRuns()) }
 func TestKilledFinetune(t *testing.T) { testKilled(t, tuningRuns(t)) }
 
 func testKilled(t *testing.T, runs []*killedRun) {
+	total := *kills
+	if total == 0 {
+		total = 2
+		if randtest.Long() {
+			total = 10
+		}
+	}
+
 	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
 	dir, began := t.TempDir(), time.Now()
 	want := map[string]string{} // folders of runs without a kill
 	count, finished, countBy, phases := 0, 0, map[string]int{}, map[string]int{}
 
-	for i := r.IntN(len(runs)); count < *kills && time.Since(began) < *killTime; i++ {
+	for i := r.IntN(len(runs)); count < total && time.Since(began) < *killTime; i++ {
 		run := runs[i%len(runs)]
 		if want[run.name] == "" {
 			want[run.name] = filepath.Join(dir, strings.ReplaceAll("want "+run.name, " ", "-"))
@@ -261,7 +270,7 @@ func testKilled(t *testing.T, runs []*killedRun) {
 
 		out := filepath.Join(dir, fmt.Sprint("killed-", count))
 		var history []string
-		for left := 1 + r.IntN(5); left > 0 && count < *kills; left-- {
+		for left := 1 + r.IntN(5); left > 0 && count < total; left-- {
 			phase := run.phase(r, phases)
 			a := randomAim(r, phase)
 			if a.point != "" && slices.Contains(run.args, "--gpus") && r.IntN(3) == 0 {

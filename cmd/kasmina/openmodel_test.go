@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/json"
 	"io"
@@ -14,13 +15,22 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
+
+// tunedFolders holds what [tunedAdapters] returns. All tests share it, so they must not change the folders.
+var tunedFolders struct{ adapters, merged []string }
 
 // tunedAdapters returns folders of adapters of the tiny model, tuned on different texts, and each merged
 // into the model.
 func tunedAdapters(t *testing.T) (adapters, merged []string) {
 	t.Helper()
-	dir := t.TempDir()
+	if tunedFolders.adapters != nil {
+		return tunedFolders.adapters, tunedFolders.merged
+	}
+
+	dir := sharedDir(t)
 	for i, method := range []string{"lora", "dora", "outer"} {
 		name := filepath.Join(dir, method)
 		more := []string{"--method", method, "--seed", string(rune('3' + i))}
@@ -35,6 +45,8 @@ func tunedAdapters(t *testing.T) (adapters, merged []string) {
 		require.NoError(t, err)
 		adapters, merged = append(adapters, name), append(merged, whole)
 	}
+
+	tunedFolders.adapters, tunedFolders.merged = adapters, merged
 	return adapters, merged
 }
 
@@ -45,26 +57,23 @@ func TestAdapterOption(t *testing.T) {
 	task := filepath.Join(t.TempDir(), "task.jsonl")
 	require.NoError(t, os.WriteFile(task, []byte(`{"goal": "Permission 3 is", "sol1": "granted", "sol2": "xyz", "label": 0}`+
 		"\n"), 0o666))
-	for name, args := range map[string][]string{
+	for name, args := range randtest.Sample(t, 2, map[string][]string{
 		"generate": {"generate", "-p", "Permission 3 is ", "-n", "20", "-t", "0"},
 		"chat":     {"chat", "-n", "20", "-t", "0"},
 		"eval":     {"eval", "-d", "openmodel_test.go", "--seq", "64"},
 		"tasks":    {"eval", "--tasks", task + "=piqa"},
-	} {
+	}) {
 		t.Run(name, func(t *testing.T) {
 			output := func(more ...string) string {
 				args := append(append([]string{args[0], "--device", "cpu", "--precision", "f32"}, args[1:]...), more...)
-				in, err := os.CreateTemp(t.TempDir(), "in")
-				require.NoError(t, err)
-				_, err = in.WriteString("Hello\n")
-				require.NoError(t, err)
-				_, err = in.Seek(0, io.SeekStart)
-				require.NoError(t, err)
-				c := program(t, nil, args...)
-				c.Stdin = in
-				out, err := c.Output()
-				require.NoError(t, err, "%v", args)
-				return string(out)
+				var out bytes.Buffer
+				root := newRoot()
+				root.SetIn(strings.NewReader("Hello\n"))
+				root.SetOut(&out)
+				root.SetErr(io.Discard)
+				root.SetArgs(args)
+				require.NoError(t, root.ExecuteContext(t.Context()), "%v", args)
+				return out.String()
 			}
 
 			plain := output("-m", tiny)

@@ -34,10 +34,28 @@ const (
 	slowVariable    = "KASMINA_COMMAND_TEST_SLOW"
 )
 
+// shared is the folder of [sharedDir], or empty.
+var shared string
+
+// sharedDir returns a folder for files that several tests read. It is removed after the last test.
+func sharedDir(t *testing.T) string {
+	t.Helper()
+	if shared == "" {
+		dir, err := os.MkdirTemp("", "kasmina-test-")
+		require.NoError(t, err)
+		shared = dir
+	}
+	return shared
+}
+
 // TestMain acts as the command in a process that a test has started.
 func TestMain(m *testing.M) {
 	if os.Getenv(commandVariable) == "" {
-		os.Exit(m.Run())
+		code := m.Run()
+		if shared != "" {
+			_ = os.RemoveAll(shared)
+		}
+		os.Exit(code)
 	}
 
 	if rank := os.Getenv("RANK"); rank != "" && rank == os.Getenv(victimVariable) {

@@ -16,6 +16,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/hf/gguf"
@@ -135,7 +136,7 @@ func TestGGUFModels(t *testing.T) {
 	task := filepath.Join(t.TempDir(), "task.jsonl")
 	require.NoError(t, os.WriteFile(task, []byte(`{"goal": "Permission 3 is", "sol1": "granted", "sol2": "xyz", "label": 0}`+
 		"\n"), 0o666))
-	for _, kind := range []string{"f32", "f16", "bf16", "q8_0"} {
+	for _, kind := range randtest.SampleOf(t, 2, []string{"q8_0", "f32", "f16", "bf16"}) {
 		t.Run(kind, func(t *testing.T) {
 			// The folder has the weights of the file, as far as folders can.
 			folder, file := filepath.Join(t.TempDir(), "tiny"), filepath.Join(t.TempDir(), "tiny.gguf")

@@ -1,6 +1,8 @@
 package randtest_test
 
 import (
+	"maps"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -23,4 +25,42 @@ func TestSeed(t *testing.T) {
 	t.Setenv("KASMINA_SEED", "18446744073709551615")
 	require.Equal(t, ^uint64(0), randtest.Seed(t))
 	require.Equal(t, randtest.New(t).Uint64(), randtest.New(t).Uint64())
+}
+
+// TestSample checks that samples contain the required cases, that every other case is in some sample, and
+// that long tests check all cases.
+func TestSample(t *testing.T) {
+	t.Setenv("KASMINA_SEED", "")
+	t.Setenv("CI", "")
+	t.Setenv("KASMINA_LONG", "")
+	cases := map[string]int{"a": 1, "b": 2, "c": 3, "d": 4}
+	list := []int{1, 2, 3, 4}
+
+	seen, listed := map[string]int{}, map[int]bool{}
+	for range 200 {
+		sample := randtest.Sample(t, 2, cases, "c")
+		require.Len(t, sample, 2)
+		require.Equal(t, 3, sample["c"])
+		maps.Copy(seen, sample)
+
+		some := randtest.SampleOf(t, 2, list)
+		require.Len(t, some, 2)
+		require.Equal(t, 1, some[0])
+		require.True(t, slices.IsSorted(some))
+		listed[some[1]] = true
+	}
+	require.Equal(t, cases, seen)
+	require.Equal(t, map[int]bool{2: true, 3: true, 4: true}, listed)
+	require.Equal(t, cases, randtest.Sample(t, 9, cases))
+
+	t.Run("short", func(t *testing.T) {
+		defer func() { require.True(t, t.Skipped()) }()
+		randtest.NeedsLong(t, "")
+	})
+
+	t.Setenv("KASMINA_LONG", "1")
+	require.Equal(t, cases, randtest.Sample(t, 1, cases))
+	require.Equal(t, list, randtest.SampleOf(t, 1, list))
+	randtest.NeedsLong(t, "")
+	require.False(t, t.Skipped())
 }
