@@ -14,6 +14,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/chatdata"
@@ -124,7 +125,7 @@ func TestTuningOnFake(t *testing.T) {
 	different := lora
 	different.Alphas = map[string]float64{"model.layers.0.self_attn.k_proj": 3, "model.layers.1.mlp.up_proj": 5}
 	different.Ranks = map[string]int{"model.layers.1.self_attn.q_proj": 3}
-	for name, s := range map[string]tuning{
+	for name, s := range randtest.Sample(t, 7, map[string]tuning{
 		"recomputed":      {adapter: lora, recompute: true},
 		"recomputed MLPs": {adapter: lora, mlps: 2},
 		"recomputed MLPs of one block, biases, dropout": {adapter: llm.LoRA{Rank: 4, Alpha: 8, Dropout: 0.2, Targets: all}, mlps: 1,
@@ -155,7 +156,7 @@ func TestTuningOnFake(t *testing.T) {
 		"NF4, the last block":       {tuned: last, base: cpuops.NF4},
 		"the last block":            {tuned: last},
 		"values and the embeddings": {tuned: []string{"*.v_proj.weight", "model.embed_tokens.weight"}},
-	} {
+	}, "LoRA", "NF4") {
 		t.Run(name, func(t *testing.T) {
 			want := tuneMasked(t, 2, 2, s, nil)
 			for _, rule := range []string{"separate", "fused"} {
@@ -184,7 +185,7 @@ func TestPackedFloat8OnFake(t *testing.T) {
 		tokens[i] = i * i / 3 % 64
 	}
 
-	for name, s := range map[string]struct {
+	for name, s := range randtest.Sample(t, 2, map[string]struct {
 		base cpuops.WeightType
 		lora llm.LoRA
 		mlps int
@@ -195,7 +196,7 @@ func TestPackedFloat8OnFake(t *testing.T) {
 		"float8, recomputed MLPs": {cpuops.Float8, llm.LoRA{Rank: 4, Alpha: 8, Targets: targets}, 1, 1e-6},
 		"NF4, some layers":        {cpuops.NF4, llm.LoRA{Rank: 4, Alpha: 8, Targets: some}, 2, 1e-4},
 		"float8, DoRA":            {cpuops.Float8, llm.LoRA{Rank: 4, Alpha: 8, Magnitude: true, Targets: targets}, 0, 1e-6},
-	} {
+	}, "NF4") {
 		t.Run(name, func(t *testing.T) {
 			m, err := llm.NewModel(c, tensor.Float32, 7)
 			require.NoError(t, err)

@@ -1052,14 +1052,14 @@ func TestFrozenErrors(t *testing.T) {
 // also checks the errors of Keep.
 func TestDecoding(t *testing.T) {
 	device, _ := openFake(t, fake.Config{})
-	for name, traits := range map[string]llm.Traits{
+	for name, traits := range randtest.Sample(t, 3, map[string]llm.Traits{
 		"llama": {}, "windows": {Blocks: []llm.Block{{Window: 7}, {}}}, "norms": {QKNorm: true},
 		"biases": {QKVBias: true}, "gemma": {GELU: true, PostNorms: true, NormPlusOne: true},
 		"without RoPE": {Blocks: []llm.Block{{}, {NoRoPE: true}}},
 		"gpt2": {QKVBias: true, OutBias: true, MLPBias: true, LayerNorm: true, PlainMLP: true, GELU: true,
 			Positions: 1100, Blocks: []llm.Block{{NoRoPE: true}}},
 		"olmo2": {QKNorm: true, WideQKNorm: true, PostNorms: true, NoPreNorms: true}, "scaled": {EmbedScale: 4},
-	} {
+	}, "llama") {
 		t.Run(name, func(t *testing.T) {
 			c := llm.Config{Vocab: 19, Dim: 16, Layers: 2, Heads: 4, KVHeads: 2, Seq: 1100,
 				Traits: traits}
@@ -1926,10 +1926,11 @@ func launch(t *testing.T, m *Machine) {
 // precision, on every card and in all variants, since each variant is timed.
 func TestModelFitsBinaries(t *testing.T) {
 	for i, card := range cards {
-		for _, p := range []Precision{Float32, Float16, BFloat16, Float8} {
-			if p == Float8 && i != hopper {
-				continue
-			}
+		precisions := []Precision{BFloat16, Float32, Float16}
+		if i == hopper {
+			precisions = append([]Precision{Float8}, precisions...)
+		}
+		for _, p := range randtest.SampleOf(t, 1, precisions) {
 			t.Run(fmt.Sprint(card.Name, " ", p), func(t *testing.T) {
 				device := openBinaries(t, card)
 				var log bytes.Buffer
@@ -2084,13 +2085,13 @@ func (l *lifetime) profile() error {
 func TestEveryCallFails(t *testing.T) {
 	seed := randomSeed(t)
 	r := rand.New(rand.NewPCG(seed, 6))
-	for _, call := range []string{"cuMemAlloc", "cuMemHostAlloc", "cuMemGetInfo", "cuStreamCreate",
+	for _, call := range randtest.SampleOf(t, 8, []string{"cuMemAlloc", "cuMemHostAlloc", "cuMemGetInfo", "cuStreamCreate",
 		"cuEventCreate", "cuEventRecord",
 		"cuModuleLoadData", "cuModuleGetFunction", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync",
 		"cuMemsetD8Async", "cuLaunchKernel",
 		"cuStreamSynchronize", "cuStreamBeginCapture", "cuStreamEndCapture",
 		"cuGraphInstantiateWithFlags", "cuGraphLaunch",
-		"cublasLtCreate", "cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmul"} {
+		"cublasLtCreate", "cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmul"}) {
 		t.Run(call, func(t *testing.T) {
 			var status error = gpu.OutOfMemory
 			if strings.HasPrefix(call, "cublas") {

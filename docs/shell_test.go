@@ -18,6 +18,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // programs holds the binaries of the module's commands and their options.
@@ -532,20 +534,25 @@ func (p *programs) run(code, folder string) (printed string, err error) {
 	return out.String(), nil
 }
 
-// TestRun runs the blocks marked for it, using one directory per document, and compares the output.
+// TestRun runs the blocks marked for it, using one directory per document, and compares the output. A long test
+// does so for all documents, others for the one about training and two more.
 func TestRun(t *testing.T) {
 	if testing.Short() {
 		t.Skip("the blocks are run without -short")
 	}
 
 	p := built(t)
+	runs := map[string]document{}
 	for _, doc := range documents(t) {
-		if !slices.ContainsFunc(doc.blocks, func(b block) bool {
+		if slices.ContainsFunc(doc.blocks, func(b block) bool {
 			_, run := b.notes["run"]
 			return run
 		}) {
-			continue
+			runs[doc.path] = doc
 		}
+	}
+
+	for _, doc := range randtest.Sample(t, 3, runs, "docs/train.md") {
 		t.Run(doc.path, func(t *testing.T) {
 			folder, printed := t.TempDir(), ""
 			for _, b := range doc.blocks {

@@ -108,9 +108,9 @@ func randomBatch(r *rand.Rand, c Config, sequences int) data.Batch {
 // gradients equal to derivatives of the loss. The gradients of a step with several batches, recomputed or
 // not, are compared with the mean over the batches.
 func TestGradients(t *testing.T) {
-	models := 3 // different ones in each run
-	if testing.Short() {
-		models = 1
+	models := 1 // another one in each run
+	if randtest.Long() {
+		models = 5
 	}
 
 	for i := range models {
@@ -136,9 +136,9 @@ func TestGradients(t *testing.T) {
 // TestSiteGradients is TestGradients for blueprints at weights and in the stream, including user-defined
 // ones.
 func TestSiteGradients(t *testing.T) {
-	models := 3 // different ones in each run
-	if testing.Short() {
-		models = 2
+	models := 1 // another one in each run
+	if randtest.Long() {
+		models = 5
 	}
 
 	own := ownKinds(t)

@@ -12,6 +12,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
@@ -110,9 +111,9 @@ func TestConcurrentCallsWhileGrowing(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	var callers sync.WaitGroup
-	rounds := 60
-	if testing.Short() {
-		rounds = 15
+	rounds := 15
+	if randtest.Long() {
+		rounds = 60
 	}
 
 	for _, call := range calls {

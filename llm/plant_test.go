@@ -16,6 +16,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/site"
 	"github.com/kasmina-go/kasmina/optim"
@@ -114,7 +115,7 @@ func TestSitesResume(t *testing.T) {
 			require.NoError(t, whole.Run(context.Background()))
 			require.Empty(t, whole.Model.Planted)
 			want := learntBy(t, whole)
-			for step := 1; step < steps; step++ {
+			for _, step := range randtest.Ints(t, 3, 1, steps-1) {
 				tr := newTrainer(t, options)
 				require.NoError(t, tr.Resume(context.Background(), path(step)), "step %d", step)
 				tr.On(commands.give(tr))
@@ -168,7 +169,7 @@ func TestSitesWhileDepthGrows(t *testing.T) {
 			require.Empty(t, whole.growth.snapshots)
 			require.Equal(t, map[state.Stage]int{state.Fossilized: 5, state.RolledBack: 3}[last],
 				whole.Model.Config.Layers)
-			for step := 1; step < steps; step++ {
+			for _, step := range randtest.Ints(t, 3, 1, steps-1) {
 				tr := newTrainer(t, options)
 				require.NoError(t, tr.Resume(context.Background(), path(step)), "step %d", step)
 				tr.On(commands.give(tr))

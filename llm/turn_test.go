@@ -22,6 +22,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/sampler"
@@ -316,7 +317,10 @@ func TestCommandsAfterAFailedRecord(t *testing.T) {
 func operations(t *testing.T) int64 {
 	n, err := strconv.ParseInt(os.Getenv("KASMINA_OPERATIONS"), 10, 64)
 	if err != nil {
-		n = 400
+		n = 150
+		if randtest.Long() {
+			n = 500
+		}
 	}
 	t.Logf("%d operations", n)
 	return n
@@ -861,7 +865,7 @@ func TestAdapters(t *testing.T) {
 			want := learntBy(t, whole)
 			require.NotEqual(t, before, want)
 			lines := record.String()
-			for step := 1; step < steps; step++ {
+			for _, step := range randtest.Ints(t, 3, 1, steps-1) {
 				tr := newTrainer(t, options)
 				require.NoError(t, tr.Grow(growth()))
 				require.NoError(t, tr.Resume(context.Background(), path(step)), "step %d", step)

@@ -153,9 +153,9 @@ func TestTrialResumes(t *testing.T) {
 
 	require.Less(t, from, to)
 	path := filepath.Join(t.TempDir(), "run.safetensors")
-	step := 3 // the start is random in each run of the test
-	if testing.Short() {
-		step = 7
+	step := 7 // the start is random in each run of the test
+	if randtest.Long() {
+		step = 2
 	}
 
 	for until := from - 1 + rand.IntN(step); until <= to+1; until += step {

@@ -77,6 +77,16 @@ func Sample[Case any](t testing.TB, n int, cases map[string]Case, always ...stri
 	return sample
 }
 
+// Ints is like [SampleOf] for the integers from first to last.
+func Ints(t testing.TB, n, first, last int) []int {
+	t.Helper()
+	var all []int
+	for i := first; i <= last; i++ {
+		all = append(all, i)
+	}
+	return SampleOf(t, n, all)
+}
+
 // SampleOf is like [Sample] for a list, which keeps its order. The first of the cases is always in the sample.
 func SampleOf[Case any](t testing.TB, n int, cases []Case) []Case {
 	t.Helper()

@@ -52,6 +52,7 @@ func TestSample(t *testing.T) {
 	require.Equal(t, cases, seen)
 	require.Equal(t, map[int]bool{2: true, 3: true, 4: true}, listed)
 	require.Equal(t, cases, randtest.Sample(t, 9, cases))
+	require.Equal(t, []int{2, 3, 4}, randtest.Ints(t, 3, 2, 4))
 
 	t.Run("short", func(t *testing.T) {
 		defer func() { require.True(t, t.Skipped()) }()

@@ -56,7 +56,7 @@ type Plan struct {
 }
 
 // longer is the factor by which [randtest.Long] extends a campaign.
-const longer = 10
+const longer = 20
 
 // Campaign checks random cases on a machine and logs how often each property was checked.
 func Campaign(t *testing.T, m Device, f Flags, p Plan) {

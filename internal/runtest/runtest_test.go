@@ -11,6 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/runtest"
 )
 
@@ -18,10 +19,7 @@ var flags = runtest.AddFlags()
 
 // TestRandomRuns checks that random runs keep the guarantees of package llm.
 func TestRandomRuns(t *testing.T) {
-	plan := runtest.Plan{Usual: 3 * time.Second, Fixed: 8}
-	if testing.Short() {
-		plan.Fixed = 4
-	}
+	plan := runtest.Plan{Usual: 1500 * time.Millisecond, Fixed: 4}
 	runtest.Campaign(t, runtest.CPU(), *flags, plan)
 }
 
@@ -30,11 +28,8 @@ func TestRandomRuns(t *testing.T) {
 // -cases 1000, the test continues until an operation has failed in 1,000 runs.
 func TestRandomFailures(t *testing.T) {
 	m := runtest.CPU()
-	plan := runtest.Plan{Usual: 2 * time.Second, Fixed: 5, Failing: true,
+	plan := runtest.Plan{Usual: time.Second, Fixed: 3, Failing: true,
 		Change: func(c *runtest.Case) bool { return runtest.OnlyFault(c, m) }}
-	if testing.Short() {
-		plan.Fixed = 3
-	}
 	runtest.Campaign(t, m, *flags, plan)
 }
 
@@ -44,7 +39,7 @@ func TestKnownCases(t *testing.T) {
 	require.NoError(t, err)
 	var cases map[string]runtest.Case
 	require.NoError(t, json.Unmarshal(text, &cases))
-	for _, name := range slices.Sorted(maps.Keys(cases)) {
+	for _, name := range slices.Sorted(maps.Keys(randtest.Sample(t, 8, cases))) {
 		t.Run(name, func(t *testing.T) {
 			r := runtest.Check(cases[name], runtest.CPU(), t.TempDir())
 			require.NoError(t, r.Skipped)

@@ -26,7 +26,8 @@ import (
 )
 
 // kills is the number of processes that TestAimedKills kills: go test ./llm/parallel -run Aimed -kills 50
-var kills = flag.Int("kills", 8, "how many ranks are killed, each in the midst of its work")
+var kills = flag.Int("kills", 0, "how many ranks are killed, each in the midst of its work (default 3, or 16 in long "+
+	"tests)")
 
 // aimVariable holds the rank that kills itself, the phase, and the number of steps before the kill.
 const aimVariable = "KASMINA_PARALLEL_AIM"
@@ -174,8 +175,11 @@ func TestAimedKills(t *testing.T) {
 	}
 
 	most, first := *kills, r.IntN(len(aims))
-	if testing.Short() {
-		most = min(most, len(aims)/2)
+	if most == 0 {
+		most = 3
+		if randtest.Long() {
+			most = 2 * len(aims)
+		}
 	}
 
 	for kill := 0; kill < most; {

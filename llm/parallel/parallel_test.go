@@ -11,7 +11,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -315,7 +314,7 @@ func (s setup) file(t *testing.T, size int) []byte {
 // same on any number of ranks and in a single process that accumulates the same batches.
 func TestSameBits(t *testing.T) {
 	plain := llm.Config{Vocab: 1100, Dim: 16, Layers: 1, Heads: 2, Seq: 12}.Default()
-	for name, s := range map[string]setup{
+	for name, s := range randtest.Sample(t, 4, map[string]setup{
 		"AdamW":     {config: small(), steps: 8, accumulate: 6},
 		"Muon":      {config: small(), steps: 8, accumulate: 6, optimizer: muon},
 		"Lion":      {config: small(), steps: 4, accumulate: 6, optimizer: lion},
@@ -331,12 +330,8 @@ func TestSameBits(t *testing.T) {
 		"batches without seeds": {config: plain, steps: 4, accumulate: 3},
 		"at weights and in the stream": {config: sited(plain), steps: 12, accumulate: 3,
 			more: siteLives},
-	} {
+	}, "growing by Muon", "at weights and in the stream") {
 		t.Run(name, func(t *testing.T) {
-			if testing.Short() && s.more == nil &&
-				!slices.Contains([]string{"growing by Muon", "Lion", "AdamW8bit"}, name) {
-				t.Skip("the four that are left do all that the others do")
-			}
 			want := s.file(t, 0)
 			numbers := sizes()
 			if !s.commands && !testing.Short() && !randtest.Long() { // the growing runs cover more than these
@@ -433,28 +428,19 @@ func TestLimitsOfTheStepBefore(t *testing.T) {
 // TestResumesOnAnyNumber checks that any number of ranks can resume a checkpoint, whatever number
 // wrote it, and that the result is bit-identical to that of an uninterrupted run.
 func TestResumesOnAnyNumber(t *testing.T) {
-	for name, s := range map[string]setup{
+	for name, s := range randtest.Sample(t, 1, map[string]setup{
 		"AdamW": {config: small(), steps: 13, accumulate: 4, grow: true, commands: true},
 		"Muon": {config: small(), steps: 13, accumulate: 4, grow: true, commands: true,
 			optimizer: muon, background: true},
-	} {
+	}, "Muon") { // its run covers more than that of AdamW
 		t.Run(name, func(t *testing.T) {
-			pairs := map[int]int{3: 8, 8: 2, 1: 4, 4: 0, 0: 3}
-			if !s.background { // the Muon run covers more than this one
-				pairs = map[int]int{3: 8, 2: 0}
-			}
-			for from := range pairs {
-				if len(pairs) > 2 && !randtest.Long() { // others in each run
-					delete(pairs, from)
-				}
-			}
-			if testing.Short() {
-				if pairs = map[int]int{3: 2}; !s.background {
-					t.Skip("the other one saves in the background, too")
-				}
+			pairs := [][2]int{{4, 0}, {3, 8}, {8, 2}, {1, 4}, {0, 3}}
+			if !s.background {
+				pairs = [][2]int{{3, 8}, {2, 0}}
 			}
 			want := s.file(t, 0)
-			for from, to := range pairs {
+			for _, pair := range randtest.SampleOf(t, 2, pairs) {
+				from, to := pair[0], pair[1]
 				first, second := s, s
 				first.save, first.stop = filepath.Join(t.TempDir(), "run.safetensors"), 5
 				first.every = 2
