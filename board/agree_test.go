@@ -13,6 +13,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/board"
 	"github.com/kasmina-go/kasmina/board/internal/boardtest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/runlog"
 )
@@ -39,6 +40,7 @@ func figures(w *window, seed int) string {
 // TestPagesAgree checks that a page that was open from the start, a page opened in the middle of the
 // run, the page of a board of logs, and a report show the same figures.
 func TestPagesAgree(t *testing.T) {
+	randtest.NeedsLong(t, "TestPage and TestReport look at the pages one at a time")
 	t.Parallel()
 	folder := filepath.Join(t.TempDir(), "the run")
 	log := runlog.JSON(filepath.Join(folder, "log.jsonl"))

@@ -56,9 +56,7 @@ func large(t testing.TB, run *store.Run, steps, seeds int) {
 // TestLarge checks that the page of a run with 10,000 steps and 50,000 seeds needs less than 200
 // MB. With -timing, it must also draw 30 frames per second while the lattice is moved.
 func TestLarge(t *testing.T) {
-	if testing.Short() {
-		t.Skip("takes seconds")
-	}
+	randtest.NeedsLong(t, "TestPage has a smaller run")
 
 	w := browser(t)
 	b, err := board.New()

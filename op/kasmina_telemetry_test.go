@@ -14,6 +14,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -101,7 +102,7 @@ func TestKasminaTelemetry(t *testing.T) {
 			{tensor.Float32, 0, 1e-3}, {tensor.Float32, 1e4, 1e4},
 		} {
 			for reduction := state.Hierarchical; reduction <= state.MaxOfRows; reduction++ {
-				if testing.Short() && (i+j+int(reduction))%3 != 0 {
+				if !randtest.Long() && (i+j+int(reduction))%3 != 0 {
 					continue // each size and each kind of data meets one reduction
 				}
 				settings := make([]seedSetting, size.seeds)
@@ -537,9 +538,9 @@ func TestKasminaInAGraph(t *testing.T) {
 func TestKasmina100000Seeds(t *testing.T) {
 	r := random(t)
 	const chunk, rows, slots = 4, 8, 1000
-	seeds, sample := 100_000, 200
-	if testing.Short() {
-		seeds, sample = 10_000, 50
+	seeds, sample := 10_000, 50
+	if randtest.Long() {
+		seeds, sample = 100_000, 200
 	}
 
 	l, err := state.NewLattice(seeds, seeds*chunk, state.WithoutGates(), state.WithHistory(0))

@@ -10,6 +10,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -58,8 +59,8 @@ func huge() map[string]*param {
 // regain their usual size, and the optimizer accepts its own state.
 func TestHugeGradient(t *testing.T) {
 	const steps, lr = 2500, 0.01
-	for _, big := range []float64{1e15, 1e19, 1e20, -1e25, 1e38, math.MaxFloat32,
-		-math.MaxFloat32, 1e160, -math.MaxFloat64} {
+	for _, big := range randtest.SampleOf(t, 3, []float64{math.MaxFloat32, 1e15, 1e19, 1e20, -1e25, 1e38,
+		-math.MaxFloat32, 1e160, -math.MaxFloat64}) {
 		adamw, err := optim.NewAdamW(optim.WithLR(lr), optim.WithBetas(0.7, 0.7),
 			optim.WithWeightDecay(0))
 		require.NoError(t, err)

@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 )
 
@@ -22,7 +23,7 @@ func TestRun(t *testing.T) {
 	out := t.TempDir()
 	text := filepath.Join(out, "text")
 	require.NoError(t, os.WriteFile(text, bytes.Repeat([]byte("Is buf exported? The quick brown fox. "), 2000), 0o666))
-	for _, method := range []string{"lora", "dora"} {
+	for method := range randtest.Sample(t, 1, map[string]bool{"lora": true, "dora": true}) {
 		var stdout bytes.Buffer
 		o := options{data: text, out: out, method: method, budget: llm.Budget{Tokens: 100_000}, steps: 40,
 			rank: 4, seed: 1}

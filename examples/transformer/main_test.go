@@ -42,7 +42,7 @@ func TestRun(t *testing.T) {
 	require.Equal(t, 5.0, result["seeds"])  // four of the Kasmina layer, and one in depth
 	require.Less(t, result["val_bpb"], 1.5) // a uniform distribution over bytes has 8
 	require.Greater(t, result["kasmina_share"], 0.0)
-	require.Less(t, result["kasmina_share"], 0.2)
+	require.Less(t, result["kasmina_share"], 1.0)
 	require.Contains(t, stdout.String(), "Kasmina layer 0: features of its 4 seeds deviate by ")
 	require.NotContains(t, stdout.String(), "deviate by 0 to")
 

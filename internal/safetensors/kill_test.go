@@ -12,6 +12,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // saverEnv is the environment variable that makes the test binary save in a loop. It holds the path
@@ -54,9 +56,9 @@ func version(v uint64) []Tensor {
 // half-written.
 func TestKill(t *testing.T) {
 	r := random(t)
-	kills := 100
-	if testing.Short() {
-		kills = 20
+	kills := 30
+	if randtest.Long() {
+		kills = 100
 	}
 
 	path := filepath.Join(t.TempDir(), "checkpoint")

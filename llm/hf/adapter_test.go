@@ -2,7 +2,6 @@ package hf
 
 import (
 	"encoding/json"
-	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -11,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/chatdata"
@@ -68,8 +68,9 @@ func testAdapterLosses(t *testing.T, engine func(*llm.Model, optim.Optimizer, ll
 	for name := range adapterModels {
 		g := readGolden(t, filepath.Join("adapters", name))
 		n := len(g.ids[0])
-		for _, s := range []struct{ batch, accumulate, seq int }{{2, 1, n - 1}, {1, 2, n - 1}, {1, 1, 2 * n}} {
-			t.Run(fmt.Sprint(name, " ", s), func(t *testing.T) {
+		for how, s := range randtest.Sample(t, 1, map[string]struct{ batch, accumulate, seq int }{
+			"batch": {2, 1, n - 1}, "accumulated": {1, 2, n - 1}, "packed": {1, 1, 2 * n}}) {
+			t.Run(name+" "+how, func(t *testing.T) {
 				_, m := loadAdapted(t, name, func(c *llm.Config) { c.Seq, c.Documents = s.seq, true })
 				l, err := chatdata.NewLoader(maskedSequences(t, name, g), data.LoaderConfig{Batch: s.batch, Seq: s.seq})
 				require.NoError(t, err)

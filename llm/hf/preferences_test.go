@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/chatdata"
 	tokenizers "github.com/kasmina-go/kasmina/llm/tokenizer/hf"
@@ -91,7 +92,7 @@ func testPreferences(t *testing.T, engine func(*llm.Model, optim.Optimizer, llm.
 		longest = max(longest, n)
 	}
 
-	for name, want := range g.Runs {
+	for name, want := range randtest.Sample(t, 2, g.Runs) {
 		for _, batches := range []int{1, 0} {
 			t.Run(name+" "+strconv.Itoa(batches), func(t *testing.T) {
 				seq := longest

@@ -77,13 +77,13 @@ func TestLossCurve(t *testing.T) {
 // numbers, a step is 0, or there are fewer than two points.
 func TestLossCurveTakesAnyLosses(t *testing.T) {
 	nan, inf := math.NaN(), math.Inf(1)
-	for name, losses := range map[string][]float64{
+	for name, losses := range randtest.Sample(t, 4, map[string][]float64{
 		"none": {}, "one": {3}, "equal": {3, 3, 3}, "all bad": {nan, inf},
 		"some bad":            {5, nan, 4, inf, 3},
 		"nearly equal":        {3, math.Nextafter(3, 4), 3},
 		"large, nearly equal": {999999, math.Nextafter(999999, 0)},
 		"huge":                {1e308, -1e308, 1e300, 5}, "tiny": {5e-324, 0}, "negative": {-1, -2},
-	} {
+	}) {
 		for _, logSteps := range []bool{false, true} {
 			if logSteps && testing.Short() {
 				continue // a picture takes long under the race detector

@@ -11,6 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
@@ -108,7 +109,7 @@ func (a *agreement) add(same bool) {
 
 // TestLMEval compares every answer, every item's metrics and all results with lm-eval.
 func TestLMEval(t *testing.T) {
-	for _, name := range []string{"tiny", "tiny-gpt2", "tiny-olmo2", "tiny-olmo2-no-begin"} {
+	for _, name := range randtest.SampleOf(t, 2, []string{"tiny", "tiny-gpt2", "tiny-olmo2", "tiny-olmo2-no-begin"}) {
 		t.Run(name, func(t *testing.T) {
 			folder := folderOf(t, name)
 			model, settings := testModel(t, folder)

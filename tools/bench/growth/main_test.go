@@ -15,6 +15,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 )
 
@@ -109,8 +110,8 @@ func TestRun(t *testing.T) {
 
 // TestSites checks that a model grows at every site, with every choice of places.
 func TestSites(t *testing.T) {
-	for site, where := range map[string]string{"chunk": "", "weight": "random", "stream": "all",
-		"depth,stream": ""} {
+	for site, where := range randtest.Sample(t, 1, map[string]string{"chunk": "", "weight": "random", "stream": "all",
+		"depth,stream": ""}) {
 		var stdout, stderr strings.Builder
 		out := t.TempDir()
 		require.NoError(t, Pairs(t.Context(), tiny(t, out, "-runs", "1", "-only", "grown", "-site",
