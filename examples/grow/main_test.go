@@ -6,7 +6,6 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -24,7 +23,7 @@ func TestRun(t *testing.T) {
 	text := filepath.Join(out, "text")
 	require.NoError(t, os.WriteFile(text, bytes.Repeat([]byte("The quick brown fox jumps. "), 2000), 0o666))
 	var stdout bytes.Buffer
-	require.NoError(t, run(t.Context(), text, out, "", llm.Budget{Time: 2 * time.Second}, 1, &stdout))
+	require.NoError(t, run(t.Context(), text, out, "", llm.Budget{Tokens: 40_000}, 1, &stdout))
 	lines := strings.Split(strings.TrimSpace(stdout.String()), "\n")
 	require.Len(t, lines, 3)
 	require.Contains(t, lines[0], "from the start  2 blocks")
@@ -35,7 +34,7 @@ func TestRun(t *testing.T) {
 	require.NoError(t, err)
 	require.NotEmpty(t, decisions)
 	stdout.Reset()
-	require.NoError(t, run(t.Context(), text, out, record, llm.Budget{Time: 2 * time.Second}, 1, &stdout))
+	require.NoError(t, run(t.Context(), text, out, record, llm.Budget{Tokens: 40_000}, 1, &stdout))
 	_, result, _ := strings.Cut(lines[1], "grown")
 	require.Contains(t, stdout.String(), strings.TrimSpace(result))
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/openai/openai-go/v3/option"
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/hf"
 	"github.com/kasmina-go/kasmina/llm/sampler"
@@ -121,7 +122,7 @@ func TestOpenAIClient(t *testing.T) {
 	require.Equal(t, 401, failed.StatusCode)
 }
 
-// TestManyClients lets 32 clients use the server for a while. Some disconnect and some send nonsense. All
+// TestManyClients lets 32 clients use the server until it has given many answers. Some disconnect and some send nonsense. All
 // other clients must get the same text as a single client, and no slot or goroutine may leak.
 func TestManyClients(t *testing.T) {
 	noLeak(t)
@@ -132,13 +133,16 @@ func TestManyClients(t *testing.T) {
 		want[i] = c.ok(textPath, fmt.Sprintf(`{"prompt":%q,"temperature":0,"max_tokens":24}`, p)).at("choices.0.text").(string)
 	}
 
-	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Second)
-	defer cancel()
+	enough := int64(64)
+	if randtest.Long() {
+		enough = 1000
+	}
+
 	var answered, busy, gone atomic.Int64
 	var clients sync.WaitGroup
 	for i := range 32 {
 		clients.Go(func() {
-			for n := i; ctx.Err() == nil; n++ {
+			for n := i; answered.Load() < enough; n++ {
 				body := fmt.Sprintf(`{"prompt":%q,"temperature":0,"max_tokens":24,"stream":%v}`, prompts[n%4], n%3 == 0)
 				switch n % 11 {
 				case 5: // disconnects
@@ -189,7 +193,6 @@ func TestManyClients(t *testing.T) {
 	}
 	clients.Wait()
 	t.Logf("%d answers, %d refused, %d disconnected", answered.Load(), busy.Load(), gone.Load())
-	require.Greater(t, answered.Load(), int64(32))
 	await(t, "no request is left", func() bool {
 		running, waiting := c.server.Running()
 		return running+waiting == 0
