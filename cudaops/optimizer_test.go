@@ -822,10 +822,10 @@ func rankedMachine(t *testing.T, d *Device, loss *gorgonia.Node, params gorgonia
 // with the same micro-batches, and that any number of GPUs can continue from the optimizer state.
 // Gradients are sent during runs or after them.
 func TestRanks(t *testing.T) {
-	for name, newOptimizer := range randtest.Sample(t, 2, map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
+	for name, newOptimizer := range randtest.Sample(t, 1, map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
 		"Lion": newLion, "AdamW8bit": newAdamW8bit, "Muon": func() (optim.Optimizer, error) {
 			return optim.NewMuon()
-		}}, "Muon") {
+		}}) {
 		t.Run(name, func(t *testing.T) {
 			var want []string
 			for _, c := range []struct {
@@ -861,9 +861,9 @@ func requireSame(t *testing.T, want, got []string, format string, args ...any) {
 // rounds, also if the update does not wait for the losses. With one round, AdamW's update reads the
 // gradients of both GPUs.
 func TestRanksOneRound(t *testing.T) {
-	for name, newOptimizer := range randtest.Sample(t, 2, map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
+	for name, newOptimizer := range randtest.Sample(t, 1, map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
 		"Lion": newLion, "AdamW8bit": newAdamW8bit,
-		"Muon": func() (optim.Optimizer, error) { return optim.NewMuon() }}, "Muon") {
+		"Muon": func() (optim.Optimizer, error) { return optim.NewMuon() }}) {
 		t.Run(name, func(t *testing.T) {
 			for _, how := range []stepped{{2, false, false, 6}, {2, true, false, 6},
 				{2, false, true, 6}, {2, true, true, 6}, {2, true, true, 600}} {

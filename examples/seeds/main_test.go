@@ -21,7 +21,7 @@ func TestRun(t *testing.T) {
 	text := filepath.Join(t.TempDir(), "text")
 	require.NoError(t, os.WriteFile(text, bytes.Repeat([]byte("The quick brown fox jumps. "), 4000), 0o666))
 	var stdout bytes.Buffer
-	require.NoError(t, run(t.Context(), text, 200, 1, "127.0.0.1:0", true, &stdout))
+	require.NoError(t, run(t.Context(), text, 100, 1, "127.0.0.1:0", true, &stdout))
 	require.Contains(t, stdout.String(), "Germinated")
 	require.Contains(t, stdout.String(), "Grafting")
 	require.Contains(t, stdout.String(), "blueprints were kept")

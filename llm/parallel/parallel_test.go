@@ -334,7 +334,7 @@ func TestSameBits(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			want := s.file(t, 0)
 			numbers := sizes()
-			if !s.commands && !testing.Short() && !randtest.Long() { // the growing runs cover more than these
+			if !s.commands { // the growing runs cover more than these
 				numbers = []int{2 + rand.IntN(7)}
 			}
 			for _, size := range numbers {
