@@ -72,6 +72,7 @@ type Train struct {
 	Recompute  bool    `json:"recompute,omitempty"`
 	Frozen     bool    `json:"frozen,omitempty"`
 	Directed   bool    `json:"directed,omitempty"`
+	Merge      bool    `json:"merge,omitempty"`  // with the callback llm.MergeAtEnd
 	Budget     string  `json:"budget,omitempty"` // "tokens" or "flops", instead of a number of steps
 	Anneal     bool    `json:"anneal,omitempty"`
 	Cosine     bool    `json:"cosine,omitempty"`  // schedule with warmup
@@ -226,6 +227,7 @@ func (c Case) Features() (all []string) {
 	add(m.ZeroOutputs, "outputs that start at 0")
 	add(t.Frozen, "frozen host")
 	add(t.Directed, "directed LoRA")
+	add(t.Merge, "merged at the end")
 	add(len(m.Kasmina) > 0, "site: chunks")
 	add(len(m.Weights) > 0, "site: weights")
 	add(len(m.Streams) > 0, "site: stream")

@@ -212,6 +212,9 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 	ordered := r.scripted >= step || !slices.ContainsFunc(k.Orders, func(o Order) bool {
 		return o.Step == step
 	})
+	if k.Train.Merge && step == k.straight.tr.Step() {
+		ordered = ordered && r.mergedAt == step
+	}
 	var broken panicked
 	// Reported growth is not undone if the following step fails.
 	undone := !slices.ContainsFunc(k.straight.told, func(t told) bool {

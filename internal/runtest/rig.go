@@ -33,6 +33,7 @@ type rig struct {
 	folder string // for the files of this rig
 
 	scripted int    // step of the last orders that were given; -1 for none
+	mergedAt int    // last step, once MergeAtEnd has received its event
 	rank     int    // 0 for a single process
 	extra    []move // transitions to make after the orders of their steps
 
@@ -224,6 +225,14 @@ func (r *rig) callbacks() {
 	}
 
 	t.On(r.see, r.order)
+	if r.Train.Merge {
+		t.On(llm.MergeAtEnd(t), func(e llm.Event) error {
+			if e.Last {
+				r.mergedAt = e.Step
+			}
+			return nil
+		})
+	}
 	for _, b := range r.Callbacks {
 		switch b {
 		case "evaluate":

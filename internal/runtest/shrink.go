@@ -91,6 +91,7 @@ func simpler(c Case) (all []Case) {
 	add(func(c *Case) { c.Model.Weights, c.Train.Frozen, c.Train.Directed = nil, false, false })
 	add(func(c *Case) { c.Train.Frozen, c.Train.Directed = false, false })
 	add(func(c *Case) { c.Train.Directed = false })
+	add(func(c *Case) { c.Train.Merge = false })
 	for _, change := range []func(*llm.Config){
 		func(c *llm.Config) { c.Kasmina, c.Seeds, c.SlotWidth = nil, 0, 0 },
 		func(c *llm.Config) { c.Weights = nil },
