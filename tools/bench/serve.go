@@ -22,6 +22,7 @@ import (
 
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
@@ -101,7 +102,7 @@ func serveLoad(ctx context.Context, args []string, stdout, stderr io.Writer) err
 	f.IntVar(&l.slots, "slots", 64, "requests in the batch")
 	f.IntVar(&l.queue, "queue", 64, "requests that wait for a slot")
 	f.IntVar(&l.tokens, "tokens", 64, "tokens of an answer")
-	f.IntVar(&l.adapters, "adapters", 0, "adapters of rank 16 among which the texts choose, besides the model itself")
+	f.IntVar(&l.adapters, "adapters", 0, "adapters of rank 16 among which the texts choose, besides the model itself: low-rank\nadapters and chunk seeds in turns")
 	f.DurationVar(&l.duration, "time", time.Minute, "duration of the load")
 	f.DurationVar(&l.every, "every", time.Minute, "time between the lines of output during the load")
 	on := f.String("device", "cuda", "device: cuda or cpu")
@@ -196,15 +197,33 @@ func (l *load) openBatcher(ctx context.Context, p cudaops.Precision, c llm.Confi
 	return err
 }
 
-// drawnAdapters returns n adapters with random numbers for all linear layers.
+// drawnAdapters returns n adapters of rank 16 with random numbers: low-rank adapters of all linear layers, and chunk
+// seeds after all blocks, in turns.
 func drawnAdapters(c llm.Config, n int) (all []*llm.Adapter, err error) {
+	const rank = 16
 	targets, err := c.MatchLayers(llm.AllLinear)
 	if err != nil {
 		return nil, err
 	}
+
 	r := rand.New(rand.NewPCG(3, 4))
-	for range n {
-		a, err := llm.NewAdapter(c, llm.LoRA{Rank: 16, Alpha: 16, Targets: targets}, tensor.Float32)
+	for k := range n {
+		if k%2 == 1 {
+			a := &llm.Adapter{}
+			for i := range c.Layers {
+				w := make([]float32, 2*rank*c.Dim)
+				for j := range w {
+					w[j] = float32(r.NormFloat64() * 0.02)
+				}
+				a.Seeds = append(a.Seeds, llm.SeedLayer{Block: i, Chunks: 1, Seeds: []llm.ChunkSeed{{
+					Kind: blueprints.LowRank.String(), Alpha: 1, Scale: 1,
+					Weights: tensor.New(tensor.WithShape(len(w)), tensor.WithBacking(w))}}})
+			}
+			all = append(all, a)
+			continue
+		}
+
+		a, err := llm.NewAdapter(c, llm.LoRA{Rank: rank, Alpha: rank, Targets: targets}, tensor.Float32)
 		if err != nil {
 			return nil, err
 		}
@@ -279,7 +298,7 @@ func (l *load) measure(ctx context.Context, p cudaops.Precision, lines *json.Enc
 	if err != nil {
 		return r, err
 	}
-	running, stop := context.WithCancel(ctx)
+	running, stop := context.WithCancel(context.WithoutCancel(ctx)) // ends after the load
 	ended := make(chan error, 1)
 	go func() { ended <- s.Serve(running, listener) }()
 	defer func() { stop(); err = errors.Join(err, <-ended) }()
