@@ -12,6 +12,7 @@ import (
 	"gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/internal/randtest"
@@ -27,6 +28,7 @@ import (
 type tuning struct {
 	adapter   llm.LoRA
 	tuned     []string
+	seeds     blueprints.Kind // of new seeds after all blocks, if tuned names those
 	traits    llm.Traits
 	recompute bool
 	mlps      int               // blocks whose MLPs are recomputed
@@ -40,6 +42,10 @@ func (s tuning) model(t *testing.T, c llm.Config) *llm.Model {
 	require.NoError(t, err)
 	if s.base != cpuops.Float32 {
 		m, err = llm.LoadFrozen(t.Context(), s.base, c, paramReader{m}, s.tuned...)
+		require.NoError(t, err)
+	}
+	if slices.Equal(s.tuned, llm.SeedPatterns()) {
+		m, err = llm.TuneSeeds(m, s.seeds, 4)
 		require.NoError(t, err)
 	}
 	if !s.adapter.IsZero() {
@@ -155,6 +161,8 @@ func TestTuningOnFake(t *testing.T) {
 		"bfloat16":                  {adapter: lora, base: cpuops.BFloat16},
 		"NF4, the last block":       {tuned: last, base: cpuops.NF4},
 		"the last block":            {tuned: last},
+		"seeds":                     {tuned: llm.SeedPatterns(), seeds: blueprints.LowRank},
+		"seeds, recomputed":         {tuned: llm.SeedPatterns(), seeds: blueprints.ChunkMLP, recompute: true},
 		"values and the embeddings": {tuned: []string{"*.v_proj.weight", "model.embed_tokens.weight"}},
 	}, "LoRA", "NF4") {
 		t.Run(name, func(t *testing.T) {

@@ -108,18 +108,12 @@ func TuneSeeds(m *Model, kind blueprints.Kind, rank int) (*Model, error) {
 	}
 	defer done()
 
-	c := m.Config
-	switch {
-	case len(c.Kasmina)+len(c.Weights)+len(c.Streams)+c.Depth > 0 || !c.Adapter.IsZero() || m.Base != nil:
-		return nil, errors.New("llm: TuneSeeds: the model has seeds, adapters or compact weights already, want a plain one")
-	case kind != blueprints.LowRank && kind != blueprints.ChunkMLP:
-		return nil, fmt.Errorf("llm: TuneSeeds: the kind is %v, want LowRank or ChunkMLP, which have ranks", kind)
-	case rank < 1 || rank > c.Dim:
-		return nil, fmt.Errorf("llm: TuneSeeds: the rank is %d, want 1 to %d, the number of features", rank, c.Dim)
+	if m.Base != nil {
+		return nil, errors.New("llm: TuneSeeds: the model has compact weights, want a plain one")
 	}
-	c.Seeds, c.Slots, c.SlotWidth = 1, 2, 2*rank*c.Dim
-	for i := range c.Layers {
-		c.Kasmina = append(c.Kasmina, i)
+	c, err := SeedConfig(m.Config, kind, rank)
+	if err != nil {
+		return nil, fmt.Errorf("llm: TuneSeeds: %w", err)
 	}
 	next, err := m.withLayers(c)
 	if err != nil {
@@ -131,6 +125,23 @@ func TuneSeeds(m *Model, kind blueprints.Kind, rank int) (*Model, error) {
 		}
 	}
 	return next, nil
+}
+
+// SeedConfig returns the configuration of the model that [TuneSeeds] makes of one with the configuration c.
+func SeedConfig(c Config, kind blueprints.Kind, rank int) (Config, error) {
+	switch {
+	case len(c.Kasmina)+len(c.Weights)+len(c.Streams)+c.Depth > 0 || !c.Adapter.IsZero():
+		return c, errors.New("the model has seeds or adapters already, want a plain one")
+	case kind != blueprints.LowRank && kind != blueprints.ChunkMLP:
+		return c, fmt.Errorf("the kind is %v, want LowRank or ChunkMLP, which have ranks", kind)
+	case rank < 1 || rank > c.Dim:
+		return c, fmt.Errorf("the rank is %d, want 1 to %d, the number of features", rank, c.Dim)
+	}
+	c.Seeds, c.Slots, c.SlotWidth = 1, 2, 2*rank*c.Dim
+	for i := range c.Layers {
+		c.Kasmina = append(c.Kasmina, i)
+	}
+	return c, nil
 }
 
 // SeedPatterns returns the patterns for TrainConfig.Tuned with which only the chunk seeds of a model learn.

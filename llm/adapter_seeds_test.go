@@ -36,12 +36,14 @@ func TestTuneSeeds(t *testing.T) {
 				}
 				return nil
 			})
-			before := copies(tr.Model)
+			before, dim := copies(tr.Model), base.Config.Dim
 			losses := lossesOf(t, tr)
 			require.Less(t, losses[len(losses)-1], losses[0]-0.1, "%v", losses)
 			for i, p := range tr.Model.Params {
 				require.NotEqual(t, IsSeedParam(p.Name), slices.Equal(before[i], p.Value.Float32s()), p.Name)
 			}
+
+			require.Equal(t, base.Config.Layers*(2*4*dim+1), tr.Last().Params)
 
 			resumed := seeded()
 			require.NoError(t, resumed.Resume(t.Context(), path))

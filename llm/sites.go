@@ -138,8 +138,12 @@ func (c TrainConfig) checkFrozen(m Config) error {
 // trainableIn returns the number of values that training with c changes.
 func trainableIn(m *Model, c TrainConfig) (n int) {
 	for _, p := range m.Params {
-		if c.Learns(p.Name) {
-			n += m.sizeOf(p)
+		if !c.Learns(p.Name) {
+			continue
+		}
+		n += m.sizeOf(p)
+		if len(c.Tuned) > 0 && IsSeedParam(p.Name) { // slot 0 is never used
+			n -= m.sizeOf(p) / m.Config.Slots
 		}
 	}
 	return n

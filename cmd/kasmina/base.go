@@ -29,6 +29,9 @@ func (o *finetuneOptions) weights() (t cpuops.WeightType, err error) {
 		return t, fmt.Errorf("--base %v is for weights that do not learn, and with --method full all learn: leave it "+
 			"out", t)
 	}
+	if t != cpuops.Float32 && o.method == methodSeeds {
+		return t, fmt.Errorf("--base %v is not for --method seeds, next to which the model is in float32: leave it out", t)
+	}
 	return t, nil
 }
 

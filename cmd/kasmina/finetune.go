@@ -16,6 +16,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/failpoint"
 	"github.com/kasmina-go/kasmina/llm"
@@ -34,9 +35,13 @@ const (
 	methodLoRA   = "lora"
 	methodRSLoRA = "rslora"
 	methodDoRA   = "dora"
-	methodFull   = "full" // all weights
-	methodLast   = "last" // all weights of the last blocks
+	methodFull   = "full"  // all weights
+	methodLast   = "last"  // all weights of the last blocks
+	methodSeeds  = "seeds" // new chunk seeds after all blocks
 )
+
+// seedKind is the kind of the seeds of --method seeds.
+const seedKind = blueprints.LowRank
 
 // fullRate is the default learning rate of tuning the weights themselves. Adapters learn best at about
 // ten times that, whatever their rank.
@@ -74,7 +79,7 @@ type finetuneOptions struct {
 }
 
 func init() {
-	flagRules["finetune"] = map[string]rule{"model": always, "data": always, "out": always, "method": always, "rank": ofAdapters,
+	flagRules["finetune"] = map[string]rule{"model": always, "data": always, "out": always, "method": always, "rank": ofRanks,
 		"alpha": ofAdapters, "dropout": ofAdapters, "targets": ofAdapters, "merge": ofAdapters, "base": always,
 		"blocks": ofLastBlocks, "steps": always, "epochs": notWith("steps", "0", "which sets the length of the run"),
 		"batch": always, "accumulate": always, "seq": always, "lr": always, "held-out": always, "prompt": always,
@@ -100,6 +105,7 @@ line numbers.
   dora     the same with magnitudes of their own, which is often better and takes more time
   full     all weights
   last     the weights of the last blocks: --blocks 4
+  seeds    low-rank seeds in the stream after each block, next to which the model stays as it is
 
 The model learns the assistant's words and the token that ends each turn, or of a prompt with its
 completion the completion. Everything else is context. Short examples share a sequence, and attention
@@ -108,8 +114,8 @@ does not reach from one into another.
 From preference pairs, the model learns to prefer the chosen answer to the rejected one (DPO). What it
 would have answered before training is computed once, before the first step.
 
-The folder --out receives the adapters in the format of PEFT, with the tokenizer and the chat template.
-With --merge, or if there are no adapters, it receives the whole model in the format of transformers. Its
+The folder --out receives the adapters in the format of PEFT, or the seeds, with the tokenizer and the
+chat template. With --merge, or if there are no adapters, it receives the whole model in the format of transformers. Its
 subfolder run holds the last checkpoint and the log. If a run was interrupted or killed, the same command
 continues it, and the result is bit-identical to that of an uninterrupted run.
 
@@ -131,8 +137,8 @@ keep_rise and rollbacks.`,
 	f := c.Flags()
 	f.StringVarP(&o.data, "data", "d", "", "`file` of JSON Lines")
 	f.StringVarP(&o.out, "out", "o", "", "new `directory` for the result and the run")
-	f.StringVar(&o.method, "method", methodLoRA, "what learns: lora, rslora, dora, full or last")
-	f.IntVar(&o.rank, "rank", 16, "rank of the adapters")
+	f.StringVar(&o.method, "method", methodLoRA, "what learns: lora, rslora, dora, seeds, full or last")
+	f.IntVar(&o.rank, "rank", 16, "rank of the adapters or seeds")
 	f.Float64Var(&o.alpha, "alpha", 32, "scale of the adapters: their output is multiplied by alpha/rank")
 	f.Float64Var(&o.dropout, "dropout", 0, "dropout probability for the inputs of the adapters")
 	f.StringVar(&o.targets, "targets", llm.AllLinear, "layers with adapters, separated by commas, such as "+
@@ -172,7 +178,7 @@ keep_rise and rollbacks.`,
 		"cpu; they share the batches of a step (--accumulate)")
 	o.machineFlags(c)
 	completeFlag(c, "preference-loss", "sigmoid", "hinge", "ipo", "robust")
-	completeFlag(c, "method", methodLoRA, methodRSLoRA, methodDoRA, methodFull, methodLast)
+	completeFlag(c, "method", methodLoRA, methodRSLoRA, methodDoRA, methodSeeds, methodFull, methodLast)
 	markRequired(c, "model", "data", "out")
 	return c
 }
@@ -181,6 +187,9 @@ keep_rise and rollbacks.`,
 func (o *finetuneOptions) adapts() bool {
 	return o.method == methodLoRA || o.method == methodRSLoRA || o.method == methodDoRA
 }
+
+// adds reports whether parameters next to the model learn: those of adapters or seeds.
+func (o *finetuneOptions) adds() bool { return o.adapts() || o.method == methodSeeds }
 
 // checkValues returns an error for values that make no sense, before anything is read.
 func (o *finetuneOptions) checkValues() error {
@@ -200,8 +209,8 @@ func (o *finetuneOptions) checkValues() error {
 	}
 
 	switch {
-	case !o.adapts() && o.method != methodFull && o.method != methodLast:
-		return fmt.Errorf("--method is %.40q, want lora, rslora, dora, full or last", o.method)
+	case !o.adds() && o.method != methodFull && o.method != methodLast:
+		return fmt.Errorf("--method is %.40q, want lora, rslora, dora, seeds, full or last", o.method)
 	case o.method == methodLast && o.blocks == 0:
 		return errors.New("--method last needs the number of --blocks that learn")
 	case !(o.alpha > 0) || math.IsInf(o.alpha, 0):
@@ -475,7 +484,7 @@ func (o *finetuneOptions) choose(d *tuningData) {
 		if o.lr = fullRate; d.prefers {
 			o.lr = preferenceRate
 		}
-		if o.adapts() {
+		if o.adds() {
 			o.lr *= 10
 		}
 	}
@@ -531,6 +540,11 @@ func (o *finetuneOptions) tune(c *cobra.Command, on machines, s stage, f *hf.Fol
 
 	config := f.Config
 	config.Seq, config.Documents, config.Adapter = o.seq, true, lora
+	if o.method == methodSeeds {
+		if config, err = llm.SeedConfig(config, seedKind, o.rank); err != nil {
+			return fmt.Errorf("--rank: %w", err)
+		}
+	}
 	if err := o.checkSaving(config, f); err != nil {
 		return err
 	}
@@ -546,8 +560,12 @@ func (o *finetuneOptions) tune(c *cobra.Command, on machines, s stage, f *hf.Fol
 	}
 
 	old, err := o.oldText(c, on, s, m, d)
-	if err == nil && o.adapts() {
+	switch {
+	case err != nil:
+	case o.adapts():
 		m, err = llm.Adapt(m, lora, o.seed)
+	case o.method == methodSeeds:
+		m, err = llm.TuneSeeds(m, seedKind, o.rank)
 	}
 	if err != nil {
 		return err
@@ -609,7 +627,7 @@ func (o *finetuneOptions) lora(c llm.Config) (a llm.LoRA, err error) {
 }
 
 // savesAdapter reports whether the result is adapters, and not a whole model.
-func (o *finetuneOptions) savesAdapter() bool { return o.adapts() && !o.merge }
+func (o *finetuneOptions) savesAdapter() bool { return o.adds() && !o.merge }
 
 // checkSaving returns an error if the result could not be saved.
 func (o *finetuneOptions) checkSaving(c llm.Config, f *hf.Folder) (err error) {
@@ -644,7 +662,10 @@ func (o *finetuneOptions) newTrainer(m *llm.Model, l llm.Loader, on machines, d 
 		return nil, fmt.Errorf("--lr: %w", err)
 	}
 
-	if o.method == methodLast {
+	switch o.method {
+	case methodSeeds:
+		o.train.Tuned = llm.SeedPatterns()
+	case methodLast:
 		if o.train.Tuned, err = m.Config.LastBlocks(o.blocks); err != nil {
 			return nil, fmt.Errorf("--blocks: %w", err)
 		}
@@ -709,6 +730,8 @@ func (o *finetuneOptions) print(w io.Writer, t *llm.Trainer, l *chatdata.Loader,
 	case o.adapts():
 		what = fmt.Sprintf("%s of rank %d, alpha %v and dropout %v on %s", o.method, o.rank, o.alpha, o.dropout,
 			plural(len(t.Model.Config.Adapter.Targets), "linear layer"))
+	case o.method == methodSeeds:
+		what = fmt.Sprintf("seeds of rank %d after %s", o.rank, plural(t.Model.Config.Layers, "block"))
 	case o.method == methodLast:
 		what = fmt.Sprintf("the last %s and the norm after them", plural(o.blocks, "block"))
 	}
@@ -918,7 +941,13 @@ func (o *finetuneOptions) publish(c *cobra.Command, m *llm.Model, f *hf.Folder, 
 
 // printNextSteps prints the saved files and commands to try next.
 func (o *finetuneOptions) printNextSteps(w io.Writer) {
-	if o.savesAdapter() {
+	switch {
+	case o.method == methodSeeds:
+		fmt.Fprintf(w, "saved     the seeds in %s, their checkpoint and the log in %s\n", o.dir().out, o.in(""))
+		fmt.Fprintf(w, "next      kasmina chat -m %s\n", quoted(o.dir().out))
+		fmt.Fprintf(w, "          kasmina serve -m %s --adapter %s   # serves both\n", quoted(o.model), quoted(o.dir().out))
+		return
+	case o.savesAdapter():
 		fmt.Fprintf(w, "saved     the adapters in %s, their checkpoint and the log in %s\n", o.dir().out, o.in(""))
 		fmt.Fprintf(w, "next      kasmina chat -m %s\n", quoted(o.dir().out))
 		fmt.Fprintf(w, "          kasmina convert -m %s -o NEW   # merges them into the model\n", quoted(o.dir().out))

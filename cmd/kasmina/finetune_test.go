@@ -289,6 +289,9 @@ func TestFinetuneRefuses(t *testing.T) {
 		"--base is \"q8_0\", want":            finetuneArgs(good, "OUT", "--base", "q8_0"),
 		"with --method full all learn":        finetuneArgs(good, "OUT", "--base", "nf4", "--method", "full"),
 		"--method is \"other\"":               finetuneArgs(good, "OUT", "--method", "other"),
+		"--base nf4 is not for --method seed": finetuneArgs(good, "OUT", "--base", "nf4", "--method", "seeds"),
+		"--alpha has no effect with --method": finetuneArgs(good, "OUT", "--alpha", "3", "--method", "seeds"),
+		"--rank: the rank is 1000, want 1 to": finetuneArgs(good, "OUT", "--rank", "1000", "--method", "seeds"),
 		"needs the number of --blocks":        finetuneArgs(good, "OUT", "--method", "last"),
 		"--blocks: llm: the last 3 blocks of a model that has 2": finetuneArgs(good, "OUT", "--method", "last",
 			"--blocks", "3"),
@@ -301,6 +304,36 @@ func TestFinetuneRefuses(t *testing.T) {
 		require.ErrorContains(t, err, want)
 		require.NoDirExists(t, out)
 	}
+}
+
+// TestFinetuneSeeds checks that chunk seeds learn next to a model, and that the commands use them like adapters.
+func TestFinetuneSeeds(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "seeds")
+	told := stderrOf(t, "finetune", "-m", tiny, "-d", writeTuning(t, 20), "-o", out, "--device", "cpu", "--method", "seeds",
+		"--rank", "8", "--lr", "0.02", "--steps", "12", "--batch", "2", "--accumulate", "1")
+	require.Contains(t, told, "seeds of rank 8 after 2 blocks")
+	require.Contains(t, told, "--adapter "+out)
+
+	generated := func(more ...string) string {
+		text, err := kasmina(t, append([]string{"generate", "-p", "Permission 3 is ", "-n", "20", "-t", "0", "--device", "cpu",
+			"--precision", "f32"}, more...)...)
+		require.NoError(t, err)
+		return text
+	}
+	want := generated("-m", out)
+	require.Equal(t, want, generated("-m", tiny, "--adapter", out))
+	require.NotEqual(t, want, generated("-m", tiny))
+
+	loss := func(more ...string) float64 {
+		text, err := kasmina(t, append([]string{"eval", "-d", "finetune_test.go", "--seq", "64", "--device", "cpu"}, more...)...)
+		require.NoError(t, err)
+		return scoreIn(t, text).Loss
+	}
+	require.Equal(t, loss("-m", out), loss("-m", tiny, "--adapter", out))
+	require.NotEqual(t, loss("-m", out), loss("-m", tiny))
+
+	_, err := kasmina(t, "convert", "-m", out, "-o", filepath.Join(t.TempDir(), "x"))
+	require.ErrorContains(t, err, "it holds chunk seeds, which models in the format of transformers do not have")
 }
 
 // TestFinetunePrints checks that the command prints its defaults.

@@ -44,6 +44,14 @@ func partly(f *pflag.FlagSet) string {
 
 // ofAdapters is the rule of flags that describe adapters.
 func ofAdapters(f *pflag.FlagSet) string {
+	if why := notWithValue(f, "method", methodSeeds, "which has no adapters"); why != "" {
+		return why
+	}
+	return ofRanks(f)
+}
+
+// ofRanks is the rule of --rank.
+func ofRanks(f *pflag.FlagSet) string {
 	if why := notWithValue(f, "method", methodFull, "which has no adapters"); why != "" {
 		return why
 	}

@@ -160,6 +160,10 @@ func (o *common) adaptedInference(ctx context.Context, f *openedModel, adapter *
 	config := f.Config
 	config.Seq = seq
 	w := newCounted(f.Folder, at)
+	seeded := adapter != nil && len(adapter.Seeds) > 0
+	if seeded && device != nil {
+		return nil, errors.New("on a GPU, chunk seeds work with generate, chat and serve only: measure with --device cpu")
+	}
 	if adapter != nil {
 		config.Adapter, w.adapter = adapter.LoRA, adapter
 	}
@@ -179,6 +183,9 @@ func (o *common) adaptedInference(ctx context.Context, f *openedModel, adapter *
 	}
 
 	m, err := llm.LoadCompact(ctx, o.weightType(f.Folder), config, w)
+	if err == nil && seeded {
+		m, err = m.WithSeeds(adapter)
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -43,6 +43,11 @@ func (m *openedModel) merges() bool {
 	return m.alone && len(m.adapters) == 1 && m.adapters[0].ChangesOuterLayers()
 }
 
+// seeded reports whether the model is used only with its adapter, which has chunk seeds.
+func (m *openedModel) seeded() bool {
+	return m.alone && len(m.adapters) == 1 && len(m.adapters[0].Seeds) > 0
+}
+
 // openFolder opens a model's folder, or a GGUF file.
 func openFolder(path string) (*hf.Folder, error) {
 	info, err := os.Stat(path)

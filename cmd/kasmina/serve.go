@@ -284,7 +284,7 @@ func (g *generator) adapt(b *llm.Batcher, n int) error {
 func (o *common) generatorOnGPU(ctx context.Context, f *openedModel, seq, texts int, device *cudaops.Device,
 	p cudaops.Precision, stderr io.Writer) (generator, error) {
 	own, chosen := f.adapter(), []*llm.Adapter(nil)
-	if !f.alone {
+	if !f.alone || f.seeded() {
 		own, chosen = nil, f.adapters
 	}
 	i, err := o.adaptedInference(ctx, f, own, chosen, seq, device, p, stderr)

@@ -136,6 +136,10 @@ func loadAdapter(ctx context.Context, dir string, base *llm.Model, like *Folder)
 	if err != nil {
 		return nil, err
 	}
+	if len(a.Seeds) > 0 {
+		return nil, errors.New("it holds chunk seeds, which models in the format of transformers do not have: name the " +
+			"folder as the model of kasmina generate, chat, serve or eval")
+	}
 	return base.Attach(a)
 }
 
