@@ -104,7 +104,7 @@ func TestRandomRuns(t *testing.T) {
 // TestRandomFailures performs random runs with one failing operation each, such as an allocation or a copy.
 func TestRandomFailures(t *testing.T) {
 	eachGradientType(t, func(t *testing.T, m runtest.Device) {
-		plan := runtest.Plan{Usual: 2 * time.Second, Fixed: 3, Failing: true,
+		plan := runtest.Plan{Usual: 500 * time.Millisecond, Fixed: 1, Failing: true,
 			Change: func(c *runtest.Case) bool { return runtest.OnlyFault(c, m) }}
 		runtest.Campaign(t, m, *randomRuns, plan)
 	})
