@@ -20,7 +20,7 @@ type SeedLayer struct {
 	Seeds  []ChunkSeed // in the order of their chunks
 }
 
-// A ChunkSeed changes a chunk x of the features to x + Alpha·(t(x) − x), where t is the transform of its kind.
+// A ChunkSeed replaces a chunk x of the features by x + Alpha·(t(x) − x), where t is the transform of its kind.
 type ChunkSeed struct {
 	Chunk   int
 	Kind    string // the name of the blueprint
@@ -29,11 +29,11 @@ type ChunkSeed struct {
 	Weights *tensor.Dense // a vector
 }
 
-// SeedAdapter returns an adapter with all chunk seeds that change the model's output. Texts of the model without
-// these seeds can then choose it. The weights are copies.
+// SeedAdapter returns an adapter with copies of all chunk seeds that change the model's output. A [Batcher] for the
+// model without the seeds can choose the adapter for some of its texts. The result is correct only if the two models
+// have the same parameters apart from the seeds, as after [TuneSeeds].
 //
-// A seed whose kind is a graph, and a layer in the mode Strict, are errors. All other parameters must be those of the
-// model that uses the adapter, as they are if only the seeds have learned (see [TuneSeeds]).
+// SeedAdapter returns an error if a seed's kind is a graph, or if the layers are in the mode Strict.
 func (m *Model) SeedAdapter() (*Adapter, error) {
 	done, err := m.Current()
 	if err != nil {
@@ -96,9 +96,9 @@ func (m *Model) seedAdapter() (*Adapter, error) {
 	return a, nil
 }
 
-// TuneSeeds returns a model with a Kasmina layer after each block, whose seeds are new blueprints of a kind such as
-// [blueprints.LowRank] with the given rank, in FineTuning. At first, it computes the same function as m. Both models
-// share the memory of m's parameters.
+// TuneSeeds returns a model with a Kasmina layer after each block. Each layer has one seed, which holds a new blueprint
+// of the given kind and rank in the stage FineTuning. The kind is [blueprints.LowRank] or [blueprints.ChunkMLP]. The new
+// model initially computes the same function as m. Both models share the memory of m's parameters.
 //
 // Train it with TrainConfig.Tuned set to [SeedPatterns], so that only the seeds learn.
 func TuneSeeds(m *Model, kind blueprints.Kind, rank int) (*Model, error) {
@@ -127,7 +127,7 @@ func TuneSeeds(m *Model, kind blueprints.Kind, rank int) (*Model, error) {
 	return next, nil
 }
 
-// SeedConfig returns the configuration of the model that [TuneSeeds] makes of one with the configuration c.
+// SeedConfig returns the configuration that [TuneSeeds] gives to a model with configuration c.
 func SeedConfig(c Config, kind blueprints.Kind, rank int) (Config, error) {
 	switch {
 	case len(c.Kasmina)+len(c.Weights)+len(c.Streams)+c.Depth > 0 || !c.Adapter.IsZero():
@@ -144,10 +144,11 @@ func SeedConfig(c Config, kind blueprints.Kind, rank int) (Config, error) {
 	return c, nil
 }
 
-// SeedPatterns returns the patterns for TrainConfig.Tuned with which only the chunk seeds of a model learn.
+// SeedPatterns returns patterns for TrainConfig.Tuned that match the parameters of chunk seeds and nothing else.
 func SeedPatterns() []string { return []string{"*." + kasminaWeights, "*." + kasminaScales} }
 
-// withLayers returns a model with the Kasmina layers of c, which are new, and m's other parameters.
+// withLayers returns a model of configuration c, which adds Kasmina layers to m's configuration. The models share m's
+// parameters.
 func (m *Model) withLayers(c Config) (next *Model, err error) {
 	if err := c.Check(); err != nil {
 		return nil, err
@@ -165,7 +166,7 @@ func (m *Model) withLayers(c Config) (next *Model, err error) {
 	return next, err
 }
 
-// activate brings a dormant seed to a stage in which it blends completely.
+// activate moves a dormant seed through all stages up to the given one.
 func (m *Model) activate(layer, seed, slot int, kind blueprints.Kind, to state.Stage) error {
 	commands := []state.Command{{Action: state.Germinate, Layer: layer, Seed: seed,
 		Request: state.GerminationRequest{Slot: slot, Kind: kind}}}

@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// A stackedBlock has the seeds of a set after a block that are of one kind.
+// A stackedBlock identifies the seeds of one kind that a set has after one block.
 type stackedBlock struct {
 	block int
 	kind  blueprints.Kind
@@ -20,13 +20,13 @@ type stackedBlock struct {
 // prefix returns the prefix of the names of the parameters.
 func (b stackedBlock) prefix() string { return fmt.Sprintf("%sseeds.%v", blockPrefix(b.block), b.kind) }
 
-// stackSeeds adds the seeds of all adapters. Those of one kind after a block become two matrices, as low-rank adapters
-// of a layer do:
+// stackSeeds stacks the seeds of all adapters, like the low-rank adapters of a layer. All seeds of one kind after a block
+// share the matrices a and b. With k, the adapter of row r, they compute
 //
-//	y[r] = x[r] + (s[k] ⊙ f(x[r]·aᵀ))·bᵀ, with the adapter k of row r
+//	y[r] = x[r] + (s[k] ⊙ f(x[r]·aᵀ))·bᵀ
 //
-// f is the identity for the kind LowRank, and silu for ChunkMLP. Rows of a are zero outside of the chunk of their seed,
-// and so are columns of b.
+// f is the identity for the kind LowRank, and silu for ChunkMLP. A row of a, or a column of b, is zero outside the chunk
+// of its seed.
 func (s *AdapterSet) stackSeeds(c Config, all *selectable) error {
 	for _, i := range slices.Sorted(maps.Keys(all.seeds)) {
 		ranks := map[blueprints.Kind]int{}
@@ -95,7 +95,7 @@ func (b *graphBuilder) addSetSeeds(node func(name string) *gorgonia.Node) {
 	}
 }
 
-// apply returns x with the seeds of the adapter of each row.
+// apply applies to each row of x the seeds of the row's adapter.
 func (s stackedSeeds) apply(x, adapters *gorgonia.Node) (*gorgonia.Node, error) {
 	shares, err := op.Embedding(adapters, s.shares)
 	if err != nil {

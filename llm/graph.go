@@ -193,7 +193,7 @@ type ModelParts struct {
 	Params         []Param
 	Base           *cpuops.Weights // matrices whose Params have no Value; may be nil
 	Kasmina        *state.Network  // lattices; the first ones belong to the entries of Config.Kasmina
-	Seeds          []SeedLayer     // of an adapter that all texts have; they run only on CPUs and have no gradients
+	Seeds          []SeedLayer     // applied to all texts, on CPUs only and without gradients
 }
 
 // Param is a parameter of a model. It has no value in an [Outline], or if it is a matrix in the model's Base.

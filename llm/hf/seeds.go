@@ -15,7 +15,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 )
 
-// seedsType is the peft_type of chunk seeds, which PEFT does not have and refuses.
+// seedsType is the peft_type of chunk seeds. PEFT does not know it and returns an error.
 const seedsType = "KASMINA_SEEDS"
 
 // seedsConfig is the adapter_config.json of chunk seeds.
@@ -81,7 +81,7 @@ func (c adapterConfig) readSeeds(ctx context.Context, f *safetensors.File, dt te
 	return a, nil
 }
 
-// seedsOf returns the files of a model's chunk seeds.
+// seedsOf returns the configuration and the tensors of a model's chunk seeds.
 func seedsOf(ctx context.Context, base string, m *llm.Model) (c seedsConfig, all []safetensors.Source, err error) {
 	a, err := m.SeedAdapter()
 	if err != nil {
@@ -106,7 +106,7 @@ func seedsOf(ctx context.Context, base string, m *llm.Model) (c seedsConfig, all
 	return c, all, nil
 }
 
-// checkSeeds returns an error unless SaveAdapter can write the seeds of a model.
+// checkSeeds returns an error unless SaveAdapter can save the seeds of a model.
 func checkSeeds(c llm.Config) error {
 	if len(c.Weights)+len(c.Streams)+c.Depth > 0 {
 		return errors.New("the model has seeds at weights, in the stream or in depth: SavePretrained writes whole models")

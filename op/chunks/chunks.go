@@ -1,5 +1,5 @@
-// Package chunks applies the seeds of a different Kasmina layer to each row of a matrix. Texts with different chunk
-// seeds can thus share a pass over a model, like texts with different adapters in package lowrank.
+// Package chunks applies a different Kasmina layer to each row of a matrix, so that texts with different chunk seeds can
+// share a pass over a model. Package lowrank does the same for low-rank adapters.
 package chunks
 
 import (
@@ -19,13 +19,13 @@ import (
 	"github.com/kasmina-go/kasmina/op/lowrank"
 )
 
-// A Layer is a Kasmina layer whose seeds no longer change. It divides the features into equal chunks.
+// A Layer is a frozen Kasmina layer. It divides the features into equal chunks.
 type Layer struct {
 	Chunks int
 	Seeds  []Seed // in the order of their chunks, at most one for each
 }
 
-// A Seed changes its chunk x to x + Alpha·(t(x) − x), where t is the transform of its kind.
+// A Seed replaces its chunk x by x + Alpha·(t(x) − x), where t is the transform of its kind.
 type Seed struct {
 	Chunk   int
 	Kind    blueprints.Kind
@@ -34,7 +34,7 @@ type Seed struct {
 	Weights any // []float32 or []float64, as many as the kind uses
 }
 
-// Width returns the width of the slots that hold the weights of the layer's seeds.
+// Width returns the width of a slot, which holds the weights of any of the layer's seeds.
 func (l *Layer) Width(features int) int {
 	width := features / max(1, l.Chunks)
 	for _, s := range l.Seeds {
@@ -53,17 +53,17 @@ type ApplyOp struct {
 	opbase.Base
 	layers    []*Layer
 	selection *lowrank.Selection
-	prepared  []any // a *prepared[T] for each layer, made at its first use
+	prepared  []any // a *prepared[T] for each layer; nil until its first use
 }
 
-// A prepared layer has the slots of a layer.
+// prepared is a layer with the weights of its seeds in slots.
 type prepared[T cpu.Float] struct {
 	layer           kasmina.Layer[T]
 	weights, scales []T
 }
 
-// Apply returns x [rows, features] with the rows changed by the layers selected for them. Rows with a nil layer, and
-// rows for which none is selected, are unchanged.
+// Apply applies to each row of x [rows, features] the layer selected for it. Rows without a selected layer, and rows
+// with a nil layer, stay the same.
 //
 // The layers must not change afterwards. The op has no gradient, and runs only on CPUs.
 func Apply(x *gorgonia.Node, layers []*Layer, selection *lowrank.Selection) (*gorgonia.Node, error) {
@@ -165,7 +165,7 @@ func apply[T cpu.Float](o *ApplyOp, y []T, args opbase.Args) error {
 	return nil
 }
 
-// prepare gives each seed of a layer a slot of its own.
+// prepare copies the weights of each seed into a separate slot.
 func prepare[T cpu.Float](l *Layer, features int) (*prepared[T], error) {
 	width := l.Width(features)
 	p := &prepared[T]{layer: kasmina.Layer[T]{Seeds: l.Chunks, Chunk: features / l.Chunks, Slots: len(l.Seeds) + 1,

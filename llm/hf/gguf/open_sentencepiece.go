@@ -15,9 +15,9 @@ const (
 	mostPieceSplit = 32  // merges for each token, on average
 )
 
-// sentencePiece completes a tokenizer.json for the encoding that llama.cpp calls "llama": SentencePiece's byte-pair
-// encoding, in which scores take the place of merges. It starts with the characters of a text, and always joins the two
-// neighbors whose joined token has the highest score.
+// sentencePiece completes a tokenizer.json for SentencePiece's byte-pair encoding, which llama.cpp calls "llama". It has
+// scores instead of merges: starting with the characters of a text, it repeatedly joins the two neighbors that form the
+// token with the highest score.
 func (d *document) sentencePiece(v *vocabulary, t map[string]any) error {
 	scores, err := all[float32](d, "tokenizer.ggml.scores")
 	if err != nil {
@@ -54,9 +54,9 @@ func (d *document) sentencePiece(v *vocabulary, t map[string]any) error {
 	return nil
 }
 
-// scoredMerges returns the pairs of tokens whose text together is another token, in the order of its score. Of pairs
-// with equal scores, those with the longest first token come first, as in Hugging Face's conversion of such encodings.
-// As in SentencePiece, only normal tokens are joined, and so a text never becomes a control token.
+// scoredMerges returns the pairs of tokens that form another token when joined, sorted by the score of that token. Among
+// equal scores, the pair with the longer first token comes first, as in Hugging Face's conversion of such encodings.
+// As in SentencePiece, only normal tokens are joined, so that no ordinary text becomes a control token.
 func (v *vocabulary) scoredMerges(scores []float32) ([][2]string, error) {
 	type merge struct {
 		pair  [2]string
