@@ -220,16 +220,22 @@ func (d *driver) probe() error {
 }
 
 // now returns the current model, copied to the host. It returns the model even if the error is
-// ErrDiverged.
+// ErrDiverged. If several ranks train, all call it, and if it fails on one, it fails on all.
 func (d *driver) now() (m modelState, err error) {
-	if err = pull(d.t.Model); err != nil && !errors.Is(err, ErrDiverged) {
+	err = pull(d.t.Model)
+	var diverged error
+	if errors.Is(err, ErrDiverged) {
+		err, diverged = nil, err
+	}
+	if err := d.t.team.agree(err); err != nil {
 		return m, err
 	}
+
 	if err := d.gatherState(); err != nil {
 		return m, err
 	}
 	m = modelState{layout: d.t.Model.layout(), Params: d.t.Model.Params, Moments: d.t.Optimizer.State()}
-	return d.markHeld(m), err
+	return d.markHeld(m), diverged
 }
 
 // markHeld marks the parameters of m as held by the engine, if the engine can hand them over to the next

@@ -273,35 +273,11 @@ func (g *growth) finishStep(loss float64, u update) error {
 
 // endEpoch ends an epoch of the Kasmina lattices and carries out the controller's decisions.
 func (g *growth) endEpoch(loss float64) error {
-	seeds := g.t.Model.Kasmina
-	if err := g.sense(); err != nil {
-		return err
+	verdict, err := g.measureEpoch(loss)
+	if g.t.Model.Kasmina.Layers() > 0 {
+		err = g.t.team.agree(err)
 	}
-
-	metrics := make([]state.Metrics, seeds.Layers())
-	for i, l := range seeds.Lattices() {
-		metrics[i].Loss = loss
-		if l.Site() == blueprints.Depth {
-			if err := g.judgeDepth(&metrics[i], l); err != nil {
-				return err
-			}
-		}
-	}
-
-	options := g.options
-	if err := g.measureSites(); err != nil {
-		return err
-	}
-
-	var verdict *judge.Verdict
-	if options != nil && options.Validation != nil && g.judged() && (seeds.Lattice(0).Epoch()+1)%options.Every == 0 {
-		var err error
-		if verdict, err = g.compareSeeds(metrics); err != nil {
-			return err
-		}
-	}
-
-	if _, err := seeds.StepEpoch(metrics); err != nil || options == nil {
+	if err != nil || g.options == nil {
 		return err
 	}
 
@@ -317,6 +293,37 @@ func (g *growth) endEpoch(loss float64) error {
 	}
 
 	return g.carryOut(commands, &mean)
+}
+
+// measureEpoch measures the seeds and ends the epoch of their lattices.
+func (g *growth) measureEpoch(loss float64) (verdict *judge.Verdict, err error) {
+	seeds, options := g.t.Model.Kasmina, g.options
+	if err := g.sense(); err != nil {
+		return nil, err
+	}
+
+	metrics := make([]state.Metrics, seeds.Layers())
+	for i, l := range seeds.Lattices() {
+		metrics[i].Loss = loss
+		if l.Site() == blueprints.Depth {
+			if err := g.judgeDepth(&metrics[i], l); err != nil {
+				return nil, err
+			}
+		}
+	}
+
+	if err := g.measureSites(); err != nil {
+		return nil, err
+	}
+
+	if options != nil && options.Validation != nil && g.judged() && (seeds.Lattice(0).Epoch()+1)%options.Every == 0 {
+		if verdict, err = g.compareSeeds(metrics); err != nil {
+			return nil, err
+		}
+	}
+
+	_, err = seeds.StepEpoch(metrics)
+	return verdict, err
 }
 
 // notes returns the notes of the controller, if it takes any. A run that follows a record has none.
@@ -392,7 +399,10 @@ func (g *growth) carryOut(commands []state.Command, mean *jsonfloat.Float) (err 
 	if failed := g.record(decisions...); failed != nil {
 		return failed
 	}
-	return err
+	if err != nil || len(commands) == 0 {
+		return err
+	}
+	return g.t.team.agreeOnCommands()
 }
 
 // measureSites records, for the seeds at weights and in the stream, the size of the gradients of the

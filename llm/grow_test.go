@@ -3,6 +3,7 @@ package llm
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"math"
 	"math/rand/v2"
@@ -584,5 +585,33 @@ func TestNewBlueprintWithoutMomentum(t *testing.T) {
 	if live(1) != 0 || live(0) == 0 {
 		t.Errorf("the optimizer state of the new blueprint's slot has %d nonzero elements, the other layer's %d",
 			live(1), live(0))
+	}
+}
+
+// TestCommandsTogether checks that commands given together leave the same lattices, including the saved parameters
+// of slots, as the same commands given one after another.
+func TestCommandsTogether(t *testing.T) {
+	commands := []state.Command{{Action: state.Germinate, Seed: 1,
+		Request: state.GerminationRequest{Slot: 1, Kind: blueprints.ChunkMLP}},
+		{Action: state.Move, Seed: 1, To: state.Training}, {Action: state.Move, Seed: 1, To: state.Grafting}}
+	c := tiny()
+	c.SlotWidth = 16
+	arrays := func(do func(m *Model) error) []state.Array {
+		m, err := NewModel(c, tensor.Float32, 7, state.WithoutGates())
+		require.NoError(t, err)
+		require.NoError(t, do(m))
+		return m.Kasmina.Arrays()
+	}
+
+	together := arrays(func(m *Model) error { return m.Kasmina.Do(commands...) })
+	apart := arrays(func(m *Model) (err error) {
+		for _, c := range commands {
+			err = errors.Join(err, m.Kasmina.Do(c))
+		}
+		return err
+	})
+	require.Equal(t, len(apart), len(together))
+	for i := range apart {
+		require.Equal(t, fmt.Sprint(apart[i]), fmt.Sprint(together[i])) // as text, because NaN differs from itself
 	}
 }

@@ -85,6 +85,11 @@ func (m *Model) Germinate(i, seed int, r state.GerminationRequest) error {
 // wherever they currently reside. If the model is uninitialized, its methods return errZeroModel.
 type slotStore struct{ Model *Model }
 
+var (
+	_ state.Places  = slotStore{}
+	_ state.Rounder = slotStore{}
+)
+
 // check returns an error unless the slot exists.
 func (s slotStore) check(layer, slot int) error {
 	if err := checkMade(s.Model); err != nil {
@@ -118,6 +123,19 @@ func (s slotStore) Start(g state.Germination) (p state.SlotParams, err error) {
 	return state.SlotParams{Weights: w[width:], Scale: a[1]}, nil
 }
 
+// Round implements [state.Rounder].
+func (s slotStore) Round(p state.SlotParams) state.SlotParams {
+	if s.Model == nil || s.Model.Dtype() != tensor.Float32 {
+		return p
+	}
+
+	rounded := state.SlotParams{Weights: make([]float64, len(p.Weights)), Scale: float64(float32(p.Scale))}
+	for i, w := range p.Weights {
+		rounded.Weights[i] = float64(float32(w))
+	}
+	return rounded
+}
+
 // Read returns the contents of a slot.
 func (s slotStore) Read(layer, slot int) (p state.SlotParams, err error) {
 	if err := s.check(layer, slot); err != nil {
@@ -125,6 +143,7 @@ func (s slotStore) Read(layer, slot int) (p state.SlotParams, err error) {
 	}
 
 	if err := pull(s.Model, s.names(layer)...); err != nil {
+		holderOf(s.Model).FailAlone(err)
 		return p, err
 	}
 
@@ -192,6 +211,7 @@ func (s slotStore) Write(writes []state.SlotWrite) error {
 		return nil
 	}
 
+	holderOf(s.Model).FailAlone(err)
 	s.set(before)
 	if again := e.Push(changed...); again != nil {
 		err = fmt.Errorf("%w; restoring the slots: %w", err, again)

@@ -23,6 +23,8 @@ type paramHolder interface {
 	// Spoil records that the parameters no longer belong to a complete step, because a failed change could
 	// not be undone.
 	Spoil(cause error)
+	// FailAlone records that accessing the parameters has failed here, where other ranks may have succeeded.
+	FailAlone(cause error)
 }
 
 // abandoned takes the place of a closed trainer that has left parameters that cannot be saved.
@@ -31,6 +33,7 @@ type abandoned struct{ cause error }
 func (abandoned) Mirror() paramMirror { return nil }
 func (a abandoned) Spoiled() error    { return a.cause }
 func (abandoned) Spoil(error)         {}
+func (abandoned) FailAlone(error)     {}
 
 // checkMade returns an error for an uninitialized model. It may be called without the lock, because the
 // lattices of a model are never replaced.

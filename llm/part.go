@@ -148,13 +148,8 @@ func (t *Trainer) startParts(ctx context.Context) error {
 	return eachPart(t, func(p RunStarter) error { return p.StartRun(Turn{t, ctx}) })
 }
 
-// prepareParts calls PrepareStep of the parts. If one fails, so does the step at all ranks.
 func (t *Trainer) prepareParts() error {
-	err := eachPart(t, func(p StepPreparer) error { return p.PrepareStep(Turn{t, t.context()}) })
-	if e := t.team.ranks(); e != nil && err != nil {
-		t.team.refuseStep(e, err)
-	}
-	return err
+	return eachPart(t, func(p StepPreparer) error { return p.PrepareStep(Turn{t, t.context()}) })
 }
 
 // rateFactor returns the product of the factors of the parts on the learning rate.

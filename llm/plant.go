@@ -111,7 +111,10 @@ func (g *growth) obeySeeds(p planting) error {
 	began, clock := time.Now(), phases.Start()
 	now, err := g.needed(p)
 	clock.End("copying to the host")
-	if err != nil && (!errors.Is(err, ErrDiverged) || len(p.gone) == 0) {
+	if errors.Is(err, ErrDiverged) && len(p.gone) > 0 {
+		err = nil // a model that has diverged can still be rolled back
+	}
+	if err = g.t.team.agree(err); err != nil {
 		return err
 	}
 
@@ -236,7 +239,7 @@ func (g *growth) attach() error {
 
 	began := time.Now()
 	m, err := g.t.driver.handover()
-	if err != nil {
+	if err = g.t.team.agree(err); err != nil {
 		return err
 	}
 

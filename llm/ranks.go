@@ -1,6 +1,7 @@
 package llm
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -29,6 +30,28 @@ type team struct {
 	// meetings report whether a callback that has yet to receive the StepEnd event will make all
 	// ranks meet. They are called on the goroutine of Run; the trainer's mu guards the list.
 	meetings []func(stepEnd Event) bool
+
+	// alone is a failure to access the parameters, after which a command has been rejected here but perhaps
+	// not at other ranks.
+	alone error
+}
+
+// failedAlone records such a failure.
+func (r *team) failedAlone(cause error) {
+	if r.ranks() != nil {
+		r.alone = cmp.Or(r.alone, cause)
+	}
+}
+
+// agreeOnCommands returns an error on all ranks if one of them could not access the parameters for commands that
+// all ranks have been given.
+func (r *team) agreeOnCommands() error {
+	err := r.alone
+	r.alone = nil
+	if err != nil {
+		err = fmt.Errorf("a command has been rejected on this rank alone: %w", err)
+	}
+	return r.agree(err)
 }
 
 // ranks returns the trainer's engine if it is one of several ranks, and nil otherwise.
@@ -149,6 +172,13 @@ func (r *team) meetingAhead() bool {
 	return slices.ContainsFunc(meetings, func(ahead func(Event) bool) bool { return ahead(e) })
 }
 
+// refuse makes the step that this rank cannot start fail at all ranks, with the reason.
+func (r *team) refuse(why error) {
+	if e := r.ranks(); e != nil {
+		r.refuseStep(e, why)
+	}
+}
+
 // refuseStep takes part in a step of the other ranks without computing anything, so that they receive
 // the error why this rank cannot make the step.
 func (r *team) refuseStep(e Parallel, why error) {
@@ -203,12 +233,14 @@ func (r *team) settle(err error, granting bool) error {
 		own = r.t.steering.takeRequests()
 	}
 
+	given := false
 	exchange := func(commands [][]state.Command) ([][]state.Command, int, error) {
 		asked, err := ranks.Settle(e, err, commands, portable(own))
 		if err != nil {
 			refuse(own, err)
 			return nil, 0, err
 		}
+		given = len(asked.Commands)+len(asked.Requests) > 0
 		err = r.t.steering.grantAll(requestsOf(asked.Requests), own, asked.OwnRequests)
 		return asked.Commands, asked.OwnCommands, err
 	}
@@ -218,7 +250,10 @@ func (r *team) settle(err error, granting bool) error {
 		return err
 	}
 
-	return r.t.Model.Kasmina.ApplyShared(exchange)
+	if err := r.t.Model.Kasmina.ApplyShared(exchange); err != nil || !given {
+		return err
+	}
+	return r.agreeOnCommands()
 }
 
 // settleAlone is settle for a single process.

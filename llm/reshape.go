@@ -181,8 +181,11 @@ func (g *growth) takeBack(s state.SeedReport) error {
 	what := fmt.Sprintf("%v of size %d taken back, %d blocks to %d", s.Kind,
 		s.Size, m.Config.Layers, restored.Layers)
 	now, err := g.t.driver.handover()
-	if err != nil && !errors.Is(err, ErrDiverged) {
-		return err // a model that has diverged can still be taken back
+	if errors.Is(err, ErrDiverged) {
+		err = nil // a model that has diverged can still be taken back
+	}
+	if err = g.t.team.agree(err); err != nil {
+		return err
 	}
 
 	if err := g.t.driver.change(now, now.Back(snapshot.modelState, restored), snapshot.scale); err != nil {

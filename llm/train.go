@@ -368,6 +368,8 @@ type holder struct{ *Trainer }
 func (h holder) Spoiled() error    { return h.damage() }
 func (h holder) Spoil(cause error) { h.on(modelLost, cause) }
 
+func (h holder) FailAlone(cause error) { h.team.failedAlone(cause) }
+
 func (h holder) Mirror() paramMirror {
 	if !h.mirrored() {
 		return nil
@@ -637,6 +639,7 @@ func (t *Trainer) step() error {
 
 	grew := changesOf(t.Model) != changes
 	if err != nil {
+		t.team.refuse(err)
 		if !grew && t.condition.err() == nil {
 			t.growth.growthState = growing
 		}

@@ -128,21 +128,26 @@ func (g *growth) catchUp() (losses []float64, err error) {
 	return losses, nil
 }
 
-// train makes the twin's outstanding steps, with the twin loaded in place of the model.
-func (g *growth) train(w *twin) (losses []float64, err error) {
+// load replaces the model with the twin, and mutes the blueprints on trial.
+func (g *growth) load(w *twin) error {
 	for _, s := range w.trial {
 		if err := g.t.Model.Kasmina.Lattice(s.Layer).Mute(s.Seed, true); err != nil {
-			return nil, err
+			return err
 		}
 	}
 
 	if !w.lost {
 		if err := g.t.driver.enter(w.branch); err != nil {
-			return nil, err
+			return err
 		}
 	}
 
-	if err := g.t.Loader.SetState(w.loader); err != nil {
+	return g.t.Loader.SetState(w.loader)
+}
+
+// train makes the twin's outstanding steps, with the twin loaded in place of the model.
+func (g *growth) train(w *twin) (losses []float64, err error) {
+	if err := g.t.team.agree(g.load(w)); err != nil {
 		return nil, err
 	}
 
@@ -172,7 +177,8 @@ func (g *growth) train(w *twin) (losses []float64, err error) {
 func (g *growth) adopt() error {
 	began := time.Now()
 	if len(g.twin.rates) > 0 {
-		if _, err := g.catchUp(); err != nil {
+		_, err := g.catchUp()
+		if err = g.t.team.agree(err); err != nil {
 			return err
 		}
 	}
@@ -182,13 +188,14 @@ func (g *growth) adopt() error {
 		return nil
 	}
 
-	if err := g.t.driver.enter(g.twin.branch); err != nil {
-		switch {
-		case errors.Is(err, errNotTaken):
-			g.t.on(pushFailed, err)
-		case errors.Is(err, errNotUndone):
-			g.t.on(restoreFailed, err)
-		}
+	err := g.t.driver.enter(g.twin.branch)
+	switch {
+	case errors.Is(err, errNotTaken):
+		g.t.on(pushFailed, err)
+	case errors.Is(err, errNotUndone):
+		g.t.on(restoreFailed, err)
+	}
+	if err = g.t.team.agree(err); err != nil {
 		return err
 	}
 

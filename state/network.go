@@ -75,6 +75,13 @@ type Places interface {
 	Fits(g Germination, size int) error
 }
 
+// Rounder is implemented by Slots that hold parameters in a narrower type than float64. Round returns the
+// parameters that Read would return after a Write.
+type Rounder interface {
+	Slots
+	Round(SlotParams) SlotParams
+}
+
 // Germination describes the planting of a blueprint in a slot.
 type Germination struct {
 	Layer, Seed, Slot int

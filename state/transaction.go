@@ -243,8 +243,9 @@ func (t *transaction) parameters(c Command, slot address, from Stage,
 	switch {
 	case c.Action == Germinate:
 		if users == 1 {
-			t.write[slot], err = t.slots.Start(Germination{c.Layer, c.Seed, slot.number,
-				c.Request.Kind, int(l.epoch)})
+			p, err := t.slots.Start(Germination{c.Layer, c.Seed, slot.number, c.Request.Kind, int(l.epoch)})
+			t.write[slot] = t.round(p)
+			return err
 		}
 	case from == to || slot.number == 0:
 	case to == Grafting:
@@ -282,8 +283,17 @@ func (t *transaction) load(c Command, slot address) error {
 
 	p.Weights, p.Scale = slices.Clone(p.Weights), c.Params.Scale
 	copy(p.Weights, c.Params.Weights)
-	t.write[slot] = p
+	t.write[slot] = t.round(p)
 	return nil
+}
+
+// round returns parameters as a slot will hold them, so that commands given together save the same parameters as
+// the same commands given one after another.
+func (t *transaction) round(p SlotParams) SlotParams {
+	if r, ok := t.slots.(Rounder); ok {
+		return r.Round(p)
+	}
+	return p
 }
 
 // keptOf returns the saved slot parameters of a seed, or nil if there are none.

@@ -216,9 +216,11 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 		ordered = ordered && r.mergedAt == step
 	}
 	var broken panicked
-	// Reported growth is not undone if the following step fails.
+	// Reported growth is not undone if the following step fails. Growth that a diverged step has taken back is
+	// reported before the step is repeated.
 	undone := !slices.ContainsFunc(k.straight.told, func(t told) bool {
-		return t.step == step+1 && strings.HasPrefix(t.text, "reshaped")
+		return strings.HasPrefix(t.text, "reshaped") &&
+			(t.step == step+1 || t.step == step && errors.Is(t.err, llm.ErrDiverged))
 	})
 	if path := k.straight.files[step]; refused == nil && ordered && undone && path != "" {
 		want, err := os.ReadFile(path)

@@ -3,6 +3,7 @@ package parallel_test
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"path/filepath"
 	"sync/atomic"
 	"testing"
@@ -17,6 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/parallel"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
+	"github.com/kasmina-go/kasmina/optim"
 )
 
 var errDisk = errors.New("the disk is full")
@@ -190,4 +192,72 @@ func TestPartFailsAtOneRank(t *testing.T) {
 			requireCause(t, errs)
 		})
 	}
+}
+
+// pulling is an engine that calls a function before it copies parameters to the host.
+type pulling struct {
+	llm.Parallel
+	before func() error
+}
+
+func (e pulling) Pull(names ...string) error {
+	if err := e.before(); err != nil {
+		return err
+	}
+	return e.Parallel.Pull(names...)
+}
+
+// TestGrowthFailsAtOneRank makes rank 1 fail to copy the model to the host, at each of the moments at which growth
+// needs it. Every rank must report the cause, or give up the growth and continue.
+func TestGrowthFailsAtOneRank(t *testing.T) {
+	const size = 3
+	s := setup{config: small(), steps: 12, accumulate: 3, grow: true, commands: true}
+	train := func(before func(rank int) func() error) []error {
+		return on(t, size, comm.Options{}, func(rank int, team *parallel.Team) error {
+			fail := before(rank)
+			return s.train(t.Context(), rank, size,
+				func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
+					e, err := team.Engine(m, o, c)
+					if err != nil {
+						return nil, err
+					}
+					return pulling{e.(llm.Parallel), fail}, nil
+				})
+		})
+	}
+
+	var calls atomic.Int64
+	require.NoError(t, errors.Join(train(func(rank int) func() error {
+		return func() error {
+			if rank == 1 {
+				calls.Add(1)
+			}
+			return nil
+		}
+	})...))
+
+	failed := 0
+	cases := map[string]int64{}
+	for n := range calls.Load() {
+		cases[fmt.Sprint("call ", n+1)] = n + 1
+	}
+	for name, n := range randtest.Sample(t, 4, cases) {
+		t.Run(name, func(t *testing.T) {
+			errs := train(func(rank int) func() error {
+				left := n
+				return func() error {
+					if left--; rank == 1 && left == 0 {
+						return errDisk
+					}
+					return nil
+				}
+			})
+			if errors.Join(errs...) == nil {
+				return
+			}
+			failed++
+			requireCause(t, errs)
+		})
+	}
+	require.Positive(t, failed)
 }

@@ -117,17 +117,24 @@ func (t *Team) compared(own report, loader error) ([]report, error) {
 	}
 
 	for r, other := range all {
-		switch {
-		case other.Err != "" && r != t.Rank():
+		if other.Err != "" && r != t.Rank() {
 			return nil, fmt.Errorf("rank %d: %s", r, other.Err)
-		case other.Lattices != all[0].Lattices:
+		}
+	}
+
+	if loader != nil {
+		return all, loader
+	}
+
+	for r, other := range all {
+		if other.Lattices != all[0].Lattices {
 			return nil,
 				fmt.Errorf("parallel: the lattices of ranks 0 and %d are no longer the same: "+
 					"while several ranks train, submit changes of seeds with Model.Kasmina.Submit", r)
 		}
 	}
 
-	return all, loader
+	return all, nil
 }
 
 // reports exchanges the reports of a step.
