@@ -381,7 +381,7 @@ func (k *fakeKernels) LayerNormBackward(l *fake.Launch, a normkernel.LayerNormBa
 	n := a.Rows * a.D
 	floatsAt(l, a.Workspace, 2*a.D)
 	dx := floatsAt(l, a.DX, n)
-	layer.LayerNormBackward(dx, floatsAt(l, a.DW, a.D), floatsAt(l, a.DB, a.D), floatsAt(l, a.G, n),
+	layer.LayerNormBackward(dx, floatsOr(l, a.DW, a.D), floatsOr(l, a.DB, a.D), floatsAt(l, a.G, n),
 		floatsAt(l, a.X, n), floatsAt(l, a.W, a.D),
 		floatsAt(l, a.Stats, a.Rows*normkernel.LayerNormStats))
 
@@ -392,12 +392,20 @@ func (k *fakeKernels) LayerNormBackward(l *fake.Launch, a normkernel.LayerNormBa
 	}
 }
 
+// floatsOr returns n floats at p, or in memory that nothing reads if p is null.
+func floatsOr(l *fake.Launch, p gpu.Ptr, n int) []float32 {
+	if p == 0 {
+		return make([]float32, n)
+	}
+	return floatsAt(l, p, n)
+}
+
 func (k *fakeKernels) Build() string { return "fake" }
 
 func (k *fakeKernels) RMSNormBackward(l *fake.Launch, a normkernel.RMSNormBackward) {
 	n := a.Rows * a.D
 	floatsAt(l, a.Workspace, a.D)
-	layer.RMSNormBackward(floatsAt(l, a.DX, n), floatsAt(l, a.DW, a.D), floatsAt(l, a.G, n),
+	layer.RMSNormBackward(floatsAt(l, a.DX, n), floatsOr(l, a.DW, a.D), floatsAt(l, a.G, n),
 		floatsAt(l, a.X, n), floatsAt(l, a.W, a.D), floatsAt(l, a.Rstd, a.Rows))
 	if a.Add != 0 {
 		dx := floatsAt(l, a.DX, n)

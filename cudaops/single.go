@@ -135,5 +135,5 @@ func (l *singleOp) run(operands []gpu.Ptr, result gpu.Ptr) error {
 		return err
 	}
 
-	return m.layers.Flush()
+	return run.Joined(m.layers.Flush(), m.meters.read())
 }

@@ -271,6 +271,8 @@ func TestFloat8Launches(t *testing.T) {
 		norm := normkernel.RMSNorm{Rows: 5, D: d, Type: kerneltest.Bf16, Y8: 256, Scale8: 256}
 		normBackward := normkernel.RMSNormBackward{Rows: 5, D: d, Type: kerneltest.Bf16,
 			DX8: 256, Scale8: 256}
+		normFrozen := normBackward
+		normBackward.DW = 256
 		gate := silu.Mul{Rows: 5, F: d, Type: kerneltest.Bf16, H8: 256, Scale8: 256}
 		gateBackward := silu.MulBackward{Rows: 5, F: d, Type: kerneltest.Bf16,
 			DAB8: 256, Scale8: 256}
@@ -283,6 +285,7 @@ func TestFloat8Launches(t *testing.T) {
 			}, 1, 1},
 			"RMSNorm":         {func() error { return k.Launch(0, norm) }, 1, 2},
 			"RMSNormBackward": {func() error { return k.Launch(0, normBackward) }, 2, 4},
+			"without DW":      {func() error { return k.Launch(0, normFrozen) }, 1, 2},
 			"SiLUMul":         {func() error { return k.Launch(0, gate) }, 1, 1},
 			"SiLUMulBackward": {func() error { return k.Launch(0, gateBackward) }, 1, 2},
 		} {

@@ -30,7 +30,8 @@ func lowerLayerNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *pro
 	x, g := c.asActivation(n, in[0]), c.asActivation(n, in[4])
 	w := c.as(n, in[1], gpu.Float32)
 	stats := c.saved[n.Op().(*op.LayerNormGradOp).Forward].(*program.Array)
-	dx, dw, db := c.Like(x), c.aux(w.Shape...), c.aux(w.Shape...)
+	dx := c.Like(x)
+	dw, db := c.normGrads(n, x, w)
 	_, add := c.addend(c.partOf(n, 0), dx)
 
 	a := norm.LayerNormBackward{Rows: x.Shape[0], D: w.Len(), Type: x.Type}

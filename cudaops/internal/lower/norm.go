@@ -61,7 +61,8 @@ func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	saved := c.saved[n.Op().(*op.RMSNormGradOp).Forward].(normState)
 	w := saved.factor
 	rows, d := x.Len()/w.Len(), w.Len()
-	dx, dw := c.Like(x), c.aux(w.Shape...)
+	dx := c.Like(x)
+	dw, _ := c.normGrads(n, x, w)
 	to, add := c.addend(c.partOf(n, 0), dx)
 	q := c.float8Output(dx, d == x.Shape[1] && c.wantsFloat8(to))
 	a := norm.RMSNormBackward{Rows: rows, D: d, Type: x.Type}
@@ -70,6 +71,18 @@ func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 		program.Reads(&a.Rstd, saved.rstd), program.Reads(&a.Add, add),
 		program.Writes(&a.DX8, q.Values), program.Writes(&a.Scale8, q.Scales))
 	return packed(dx, dw)
+}
+
+// normGrads returns arrays for the gradients of the weights w, and of the biases of the same shape, of a norm of x whose
+// gradients n computes. An array that no node reads has no memory.
+func (c *compiler) normGrads(n *gorgonia.Node, x, w *program.Array) (dw, db *program.Array) {
+	of := func(offset int) *program.Array {
+		if !c.lasting[n] && c.partOf(n, offset) == nil {
+			return &program.Array{Shape: w.Shape}
+		}
+		return c.aux(w.Shape...)
+	}
+	return of(x.Len()), of(x.Len() + w.Len())
 }
 
 // schulz returns a builder for the calls of a node's Newton-Schulz iteration.

@@ -46,7 +46,8 @@ func (a LayerNorm) Launch(q *kernel.Queue) {
 //	DW = Σ_rows G ⊙ n,  DB = Σ_rows G.
 //
 // Add is a gradient that reaches X on a path around the norm, or null. DX may be Add or G. DW and
-// DB [D] are float32, and Stats has been written by LayerNorm. Workspace has WorkspaceBytes bytes.
+// DB [D] are float32, or null if W or B does not learn, and Stats has been written by LayerNorm.
+// Workspace has WorkspaceBytes bytes.
 type LayerNormBackward struct {
 	DX, DW, DB, G, X, W, Stats, Add gpu.Ptr
 	Rows, D                         int
@@ -89,6 +90,9 @@ func (a LayerNormBackward) Launch(q *kernel.Queue) {
 	}
 
 	for _, sum := range [][2]gpu.Ptr{{a.DW, weights}, {a.DB, biases}} {
+		if sum[0] == 0 {
+			continue
+		}
 		c := kernel.Grid(kernel.CeilDiv(a.D, 32), 1, 32, 32)
 		q.Run("norm", "rmsnorm_weight_sum", c, sum[0], sum[1], blocks, a.D)
 	}

@@ -132,7 +132,7 @@ func (a RMSNormBackward) own(k *kernel.Set) (name string, c gpu.LaunchConfig) {
 //	DX = Rstd·(G ⊙ W − n·mean(G ⊙ W ⊙ n)) + Add,  DW = Σ_rows G ⊙ n.
 //
 // Add is a gradient that reaches X on a path around the norm, or null. DX may be Add or G. DW [D]
-// is float32. Workspace has WorkspaceBytes bytes.
+// is float32, or null if W does not learn. Workspace has WorkspaceBytes bytes.
 //
 // If DX8 is not null, RMSNormBackward also stores DX, as rounded to Type, in DX8 and Scale8 [Rows],
 // like [quantize.Rows]. Type must then be a 16-bit type.
@@ -171,7 +171,7 @@ func (a RMSNormBackward) parts(d gpu.DeviceInfo) int {
 
 // Launch enqueues a kernel that computes DX and partial sums of DW. Each row belongs to one or two
 // warps or, if rows are longer, blocks walk down the rows. If neither is possible, each row gets a
-// block, which takes additional kernels. A final kernel adds up the partial sums.
+// block, which takes additional kernels. A final kernel adds up the partial sums, if there is a DW.
 func (a RMSNormBackward) Launch(q *kernel.Queue) {
 	name, c := a.own(q.Set)
 	if name == "" {
@@ -189,6 +189,9 @@ func (a RMSNormBackward) Launch(q *kernel.Queue) {
 		q.Run("norm", name, c, args...)
 	}
 
+	if a.DW == 0 {
+		return
+	}
 	c = kernel.Grid(kernel.CeilDiv(a.D, 32), 1, 32, 32)
 	c.Overlap = true
 	q.Run("norm", "rmsnorm_weight_sum", c, a.DW, a.Workspace, blocks, a.D)
@@ -206,9 +209,11 @@ func (a RMSNormBackward) arrays() int {
 // written last, since it may be the memory of G.
 func (a RMSNormBackward) runAny(q *kernel.Queue) (blocks int) {
 	blocks = min(a.parts(q.Info), kernel.CeilDiv(a.Rows, 16))
-	q.Run("norm", "rmsnorm_weight_any"+kernel.Suffix(a.Type),
-		kernel.Grid(kernel.CeilDiv(a.D, 256), blocks, 256, 1), a.Workspace, a.G, a.X, a.Rstd,
-		int64(a.Rows), a.D)
+	if a.DW != 0 {
+		q.Run("norm", "rmsnorm_weight_any"+kernel.Suffix(a.Type),
+			kernel.Grid(kernel.CeilDiv(a.D, 256), blocks, 256, 1), a.Workspace, a.G, a.X, a.Rstd,
+			int64(a.Rows), a.D)
+	}
 	q.Run("norm", "rmsnorm_backward_any"+kernel.Suffix(a.Type),
 		kernel.Line(a.Rows, kernel.RowThreads(a.D)), a.DX, a.G, a.X, a.W, a.Rstd, a.Add, a.D)
 	quantize.StoreRows(q, a.DX8, a.Scale8, a.DX, a.Rows, a.D, a.Type)

@@ -5,6 +5,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kerneltest"
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
@@ -110,6 +112,13 @@ func rmsNormBackward(g *kerneltest.Rig, rows, d int, dt gpu.DType, add bool, ske
 	g.Must(g.Launch(g.Stream, a))
 	g.Near("dx", dx, wantX, kerneltest.Backward(dt))
 	g.Near("dw", dw, wantW, kerneltest.Backward(kerneltest.F32))
+
+	if !add {
+		frozen := g.Alloc(rows*d, dt, skew)
+		a.DX, a.DW = frozen.Ptr, 0
+		g.Must(g.Launch(g.Stream, a))
+		require.Equal(g, g.Read(dx), g.Read(frozen))
+	}
 }
 
 func TestConstantsMatchSources(t *testing.T) {
