@@ -97,7 +97,7 @@ func fakeRanks(t *testing.T, n int, opts []cudaops.MachineOption, f func(rank in
 
 // TestRandomRuns performs the random runs of package runtest on the fake driver.
 func TestRandomRuns(t *testing.T) {
-	plan := runtest.Plan{Usual: 500 * time.Millisecond, Fixed: 2}
+	plan := runtest.Plan{Usual: 500 * time.Millisecond, Fixed: 2, Long: 4}
 	eachGradientType(t, func(t *testing.T, m runtest.Device) { runtest.Campaign(t, m, *randomRuns, plan) })
 }
 
@@ -114,7 +114,7 @@ func TestRandomFailures(t *testing.T) {
 // run on one rank, and so must a run that another number of ranks resumes.
 func TestRandomRanks(t *testing.T) {
 	eachGradientType(t, func(t *testing.T, m runtest.Device) {
-		plan := runtest.Plan{Usual: 500 * time.Millisecond, Fixed: 1,
+		plan := runtest.Plan{Usual: 500 * time.Millisecond, Fixed: 1, Long: 4,
 			Change: func(c *runtest.Case) bool { return runtest.OnlyRanks(c, m) }}
 		runtest.Campaign(t, m, *randomRuns, plan)
 	})

@@ -403,7 +403,7 @@ var unseen = map[string]string{
 }
 
 // TestEveryFlagHasAnEffect runs the commands with and without a flag. The output or the files must differ. A
-// long test does so for all flags, others for a quarter of them.
+// long test does so for all flags, others for a sixth of them.
 func TestEveryFlagHasAnEffect(t *testing.T) {
 	altered := filepath.Join(t.TempDir(), "altered")
 	_, err := kasmina(t, "train", "-m", tiny, "-d", license, "-o", altered, "-n", "1", "-b", "1", "--seq",
@@ -465,7 +465,7 @@ func TestEveryFlagHasAnEffect(t *testing.T) {
 		return strings.ReplaceAll(text, filepath.Dir(dir), "DIR")
 	}
 
-	drawn := randtest.Sample(t, len(effects)/4, effects)
+	drawn := randtest.Sample(t, len(effects)/6, effects)
 	without := map[string]string{} // output and files of commands without the flag
 	for _, c := range commands(newRoot()) {
 		c.Flags().VisitAll(func(f *pflag.Flag) {

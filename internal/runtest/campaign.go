@@ -49,14 +49,12 @@ type Plan struct {
 	Usual time.Duration // how long the campaign runs
 	Cases int           // how many cases it checks instead; 0 for as many as Usual allows
 	Fixed int           // number of cases if CI is set; always the same ones, on any machine
+	Long  int           // factor by which [randtest.Long] extends the campaign; 20 if it is 0
 	// Change modifies each case, unless it is nil. It returns false to skip the case.
 	Change func(*Case) bool
 	// Failing counts only cases with a failed operation.
 	Failing bool
 }
-
-// longer is the factor by which [randtest.Long] extends a campaign.
-const longer = 20
 
 // Campaign checks random cases on a machine and logs how often each property was checked.
 func Campaign(t *testing.T, m Device, f Flags, p Plan) {
@@ -78,7 +76,8 @@ func Campaign(t *testing.T, m Device, f Flags, p Plan) {
 	}
 
 	if randtest.Long() {
-		p.Usual, p.Fixed = longer*p.Usual, longer*p.Fixed
+		factor := cmp.Or(p.Long, 20)
+		p.Usual, p.Fixed = time.Duration(factor)*p.Usual, factor*p.Fixed
 	}
 
 	seed := f.Seed

@@ -19,7 +19,7 @@ var flags = runtest.AddFlags()
 
 // TestRandomRuns checks that random runs keep the guarantees of package llm.
 func TestRandomRuns(t *testing.T) {
-	plan := runtest.Plan{Usual: 1500 * time.Millisecond, Fixed: 4}
+	plan := runtest.Plan{Usual: 2 * time.Second, Fixed: 4}
 	runtest.Campaign(t, runtest.CPU(), *flags, plan)
 }
 

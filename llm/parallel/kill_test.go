@@ -26,7 +26,7 @@ import (
 )
 
 // kills is the number of processes that TestAimedKills kills: go test ./llm/parallel -run Aimed -kills 50
-var kills = flag.Int("kills", 0, "how many ranks are killed, each in the midst of its work (default 3, or 16 in long "+
+var kills = flag.Int("kills", 0, "how many ranks are killed, each in the midst of its work (default 2, or 16 in long "+
 	"tests)")
 
 // aimVariable holds the rank that kills itself, the phase, and the number of steps before the kill.
@@ -176,7 +176,7 @@ func TestAimedKills(t *testing.T) {
 
 	most, first := *kills, r.IntN(len(aims))
 	if most == 0 {
-		most = 3
+		most = 2
 		if randtest.Long() {
 			most = 2 * len(aims)
 		}

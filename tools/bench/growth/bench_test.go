@@ -12,9 +12,15 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
+
+func TestMain(m *testing.M) {
+	speedTime = 200 * time.Millisecond
+	os.Exit(m.Run())
+}
 
 // TestArmText checks that the written form of an arm omits defaults and can be parsed again.
 func TestArmText(t *testing.T) {
