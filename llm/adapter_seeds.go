@@ -3,11 +3,14 @@ package llm
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
+	"strings"
 
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/llm/internal/block"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/op/chunks"
 	"github.com/kasmina-go/kasmina/state"
@@ -29,11 +32,13 @@ type ChunkSeed struct {
 	Weights *tensor.Dense // a vector
 }
 
-// SeedAdapter returns an adapter with copies of all chunk seeds that change the model's output. A [Batcher] for the
-// model without the seeds can choose the adapter for some of its texts. The result is correct only if the two models
-// have the same parameters apart from the seeds, as after [TuneSeeds].
+// SeedAdapter returns an adapter with copies of all seeds at chunks and at weights that change the model's output. Seeds
+// at weights become low-rank adapters. A [Batcher] for the model without the seeds can choose the adapter for some of
+// its texts. The result is correct only if the two models have the same parameters apart from the seeds, as after
+// [TuneSeeds], or after training with TrainConfig.Frozen.
 //
-// SeedAdapter returns an error if a seed's kind is a graph, or if the layers are in the mode Strict.
+// SeedAdapter returns an error if seeds in the stream or in depth change the output, if the kind of a chunk seed is a
+// graph, or if the Kasmina layers are in the mode Strict.
 func (m *Model) SeedAdapter() (*Adapter, error) {
 	done, err := m.Current()
 	if err != nil {
@@ -90,10 +95,90 @@ func (m *Model) seedAdapter() (*Adapter, error) {
 			a.Seeds = append(a.Seeds, l)
 		}
 	}
-	if len(a.Seeds) == 0 {
-		return nil, errors.New("no chunk seed changes the model's output")
+	if err := m.addWeightSeeds(a); err != nil {
+		return nil, err
+	}
+	if len(a.Seeds) == 0 && a.LoRA.IsZero() {
+		return nil, errors.New("no seed at a chunk or a weight changes the model's output")
 	}
 	return a, nil
+}
+
+// addWeightSeeds adds the seeds at weights as low-rank adapters. Several seeds at one weight become one adapter.
+func (m *Model) addWeightSeeds(a *Adapter) error {
+	var pass state.Pass
+	planted := map[string][]Planted{} // by target
+	scales := map[Planted]float64{}
+	for _, p := range m.Planted {
+		m.Kasmina.Lattice(m.LayerAt(p.Site)).Begin(&pass, false)
+		if !pass.Stage[p.Seed].Blends() || pass.Alpha[p.Seed] == 0 {
+			continue
+		}
+		if p.Site != blueprints.Weight || p.Kind != blueprints.LoRA.String() {
+			return fmt.Errorf("seed %d of site %v has a %s, which texts cannot choose: want LoRAs at weights, and chunk seeds",
+				p.Seed, p.Site, p.Kind)
+		}
+		target := strings.TrimSuffix(m.Config.WeightName(m.Config.Weights[p.Seed]), ".weight")
+		planted[target] = append(planted[target], p)
+		scales[p] = float64(pass.Alpha[p.Seed]) * m.Config.LoRAScale(p.Size)
+	}
+	if len(planted) == 0 {
+		return nil
+	}
+
+	// The products of an adapter have the factor 1. The factors of its seeds become part of b.
+	a.LoRA = LoRA{Rank: 1, Alpha: 1, Ranks: map[string]int{}, Alphas: map[string]float64{}}
+	for _, target := range m.Config.LinearLayers() {
+		seeds := planted[target]
+		if seeds == nil {
+			continue
+		}
+		rank := 0
+		for _, p := range seeds {
+			rank += p.Size
+		}
+		a.LoRA.Targets = append(a.LoRA.Targets, target)
+		a.LoRA.Ranks[target], a.LoRA.Alphas[target] = rank, float64(rank)
+		delete(planted, target)
+
+		first, second := m.stackLoRA(seeds, scales, rank)
+		a.Params = append(a.Params, Param{target + block.EndingA, first}, Param{target + block.EndingB, second})
+	}
+	for _, target := range slices.Sorted(maps.Keys(planted)) {
+		return fmt.Errorf("a seed at %s changes the embedding or the output layer, which texts cannot choose", target)
+	}
+	return nil
+}
+
+// stackLoRA returns the matrices a and b of one adapter with the function of several seeds at one weight.
+func (m *Model) stackLoRA(seeds []Planted, scales map[Planted]float64, rank int) (a, b *tensor.Dense) {
+	shape := func(ending string) tensor.Shape { return m.Param(seeds[0].Prefix() + ending).Shape() }
+	in, out := shape("a")[1], shape("b")[0]
+	a = newParamValue(m.Dtype(), []int{rank, in}, nil)
+	b = newParamValue(m.Dtype(), []int{out, rank}, nil)
+	from := 0
+	for _, p := range seeds {
+		narrow, wide := m.Param(p.Prefix()+"a"), m.Param(p.Prefix()+"b")
+		switch to := a.Data().(type) {
+		case []float32:
+			copy(to[from*in:], narrow.Float32s())
+			placeColumns(b.Float32s(), wide.Float32s(), float32(scales[p]), rank, p.Size, from)
+		case []float64:
+			copy(to[from*in:], narrow.Float64s())
+			placeColumns(b.Float64s(), wide.Float64s(), scales[p], rank, p.Size, from)
+		}
+		from += p.Size
+	}
+	return a, b
+}
+
+// placeColumns writes the n columns of a matrix, multiplied by s, to a wider one from a column on.
+func placeColumns[T float32 | float64](to, columns []T, s T, width, n, from int) {
+	for i := range len(columns) / n {
+		for j := range n {
+			to[i*width+from+j] = s * columns[i*n+j]
+		}
+	}
 }
 
 // TuneSeeds returns a model with a Kasmina layer after each block. Each layer has one seed, which holds a new blueprint

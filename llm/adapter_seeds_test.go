@@ -57,7 +57,7 @@ func TestSeedAdapterErrors(t *testing.T) {
 	base, err := NewModel(maskedConfig(), tensor.Float32, 7)
 	require.NoError(t, err)
 	_, err = base.SeedAdapter()
-	require.ErrorContains(t, err, "no chunk seed changes the model's output")
+	require.ErrorContains(t, err, "no seed at a chunk or a weight changes the model's output")
 	_, err = TuneSeeds(base, blueprints.Residual, 4)
 	require.ErrorContains(t, err, "want LowRank or ChunkMLP")
 	_, err = TuneSeeds(base, blueprints.LowRank, 0)
@@ -95,4 +95,51 @@ func TestSeedAdapterErrors(t *testing.T) {
 	a, err = m.SeedAdapter()
 	require.NoError(t, err)
 	require.Len(t, a.Seeds, 1)
+}
+
+// TestWeightSeedAdapter compares texts that choose an adapter with seeds at weights and at chunks with those of the model
+// that has the seeds. Two seeds are at the same weight.
+func TestWeightSeedAdapter(t *testing.T) {
+	c := tiny()
+	c.Weights = append(c.WeightSites("q", "down"), WeightSite{Block: 1, Layer: "q"}, WeightSite{Layer: "head"})
+	c.Streams, c.LoRAAlpha = []int{0}, 4
+	tr := newTrainer(t, trainerOptions{config: c, dt: tensor.Float64, steps: 6})
+	grafted := func(seed int) map[int][]state.Command {
+		return map[int][]state.Command{
+			1: {germinate(seed, blueprints.LoRA, 2+seed), move(seed, state.Training)},
+			2: {move(seed, state.Grafting), {Action: state.SetAlpha, Seed: seed, Alpha: 0.2 * float64(seed)}}}
+	}
+	tr.On(together(blueprints.Weight, grafted(1), grafted(2), grafted(4)).give(tr))
+	require.NoError(t, tr.Run(t.Context()))
+	m := tr.Model
+	require.Len(t, m.Planted, 3)
+	a, err := m.SeedAdapter()
+	require.NoError(t, err)
+	require.Len(t, a.LoRA.Targets, 2)
+	require.NotEmpty(t, a.Seeds) // newTrainer grafts some
+
+	plain := c.Plain()
+	base, err := NewModelFrom(plain, tensor.Float64, func(p Param) error { return tensor.Copy(p.Value, m.Param(p.Name)) })
+	require.NoError(t, err)
+	b := newBatcher(t, base, BatcherOptions{Adapters: []*Adapter{a}})
+	g, err := b.Adapted(0)
+	require.NoError(t, err)
+	whole := &Inference{Model: m}
+	defer whole.Close()
+	next, err := g.decoder()
+	require.NoError(t, err)
+	want, err := whole.Decoder()
+	require.NoError(t, err)
+	none, err := b.Decoder()
+	require.NoError(t, err)
+	for text := []int{1, 2, 3}; len(text) < c.Seq; text = append(text, 5*len(text)) {
+		x, err := next(t.Context(), text)
+		require.NoError(t, err)
+		y, err := want(t.Context(), text)
+		require.NoError(t, err)
+		z, err := none(t.Context(), text)
+		require.NoError(t, err)
+		require.Less(t, apartBy(t, x, y), 1e-12)
+		require.Greater(t, apartBy(t, y, z), 1e-6)
+	}
 }
