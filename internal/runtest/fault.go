@@ -343,8 +343,11 @@ func (k *checker) rankFault() {
 	f, ranks := k.Fault, k.Ranks
 	fails := 1 + int(k.Seed%uint64(ranks-1))
 	calls := k.straight.tr.Step()
-	if f.Op == "rank Gradients" {
+	switch f.Op {
+	case "rank Gradients":
 		calls *= max(1, k.Train.Accumulate)
+	case "rank Pull":
+		calls = k.plain.in.count("Pull")
 	}
 
 	var failing *rig
@@ -362,6 +365,12 @@ func (k *checker) rankFault() {
 
 	what := fmt.Sprintf("a run on %d ranks where rank %d fails after step %d", ranks, fails,
 		failing.tr.Step())
+	if f.Op == "rank Pull" && errors.Join(errs...) == nil {
+		k.ended("a growth is abandoned on all ranks")
+		k.checked(Unharmed)
+		return
+	}
+
 	for rank, err := range errs {
 		if err == nil {
 			k.fail(Unharmed, "%s: rank %d receives no error", what, rank)

@@ -42,7 +42,7 @@ func faultOps(l Limits) []string {
 		all = append(all, optimizerOps...)
 	}
 	if l.Ranks > 1 {
-		all = append(all, "rank Gradients", "rank StepEnd")
+		all = append(all, "rank Gradients", "rank StepEnd", "rank Pull")
 	}
 	return append(all, l.Faults...)
 }
@@ -313,7 +313,7 @@ type parallelEngine interface {
 	Figures() ([]llm.SeedFigures, error)
 }
 
-// faultyRank wraps the engine of a rank so that computing gradients can fail.
+// faultyRank wraps the engine of a rank so that computing gradients and copying parameters to the host can fail.
 type faultyRank struct {
 	parallelEngine
 	in *injector
@@ -326,6 +326,13 @@ func (f faultyRank) Batches(n int, next func() (data.Batch, error)) ([]float64, 
 		}
 		return next()
 	})
+}
+
+func (f faultyRank) Pull(params ...string) error {
+	if err := f.in.call("rank Pull"); err != nil {
+		return err
+	}
+	return f.parallelEngine.Pull(params...)
 }
 
 // faultyAdamW and faultyMuon wrap optimizers so that calls can fail.

@@ -448,6 +448,9 @@ func (r *rig) order(e llm.Event) error {
 			if err := r.tr.Model.Kasmina.Do(o.Commands...); err != nil {
 				r.told = append(r.told, told{e.Step, err.Error(), err})
 				if errors.Is(err, ErrInjected) {
+					if r.Ranks > 0 {
+						return err // the other ranks have carried the commands out
+					}
 					r.refused = append(r.refused, i)
 				}
 			}
