@@ -182,7 +182,7 @@ func WithFrozen(read func(n *gorgonia.Node, put func(part []byte, t Precision) e
 // value of the node. The device holds them in the same form, and widens a matrix to the type of activations
 // right before each product that reads it, in memory that all layers share. With the precision [Float8], products
 // read matrices of type Float8 directly, and other operands are rounded to float8 instead. Products of up to 64
-// rows in graphs that continue texts read the matrices as they are. Matrices of other types are ignored. A machine
+// rows in graphs that continue texts read the matrices directly. Matrices of other types are ignored. A machine
 // with [WithParamsOf] shares the matrices of the other machine.
 func WithWeights(w *cpuops.Weights) MachineOption {
 	return setting(func(c *machineConfig) {

@@ -23,7 +23,7 @@ type preferred struct {
 	figures, valFigures []op.PreferenceFigures
 }
 
-// near checks that r equals want but for rounding.
+// near checks that r equals want up to rounding.
 func (r preferred) near(t *testing.T, want preferred, msg ...any) {
 	t.Helper()
 	require.InDeltaSlice(t, want.losses, r.losses, 1e-5, msg...)
@@ -86,7 +86,7 @@ func trainPairs(t *testing.T, batch, accumulate int, p op.Preference, newEngine 
 	return r
 }
 
-// TestPairsOnFake checks that a device has the losses and the figures of the CPU on preference pairs, with several
+// TestPairsOnFake checks that the losses and figures of preference pairs on a device equal the CPU's, with several
 // batches in a step, and with several ranks. The loss has kernels, so WithStrict accepts it.
 func TestPairsOnFake(t *testing.T) {
 	for _, p := range []op.Preference{{Kind: op.PreferenceSigmoid, Beta: 0.3}, {Kind: op.PreferenceIPO, Beta: 0.3}} {
@@ -113,7 +113,7 @@ func TestPairsOnFake(t *testing.T) {
 	}
 }
 
-// TestAnswersOfPairs checks that a device refuses answers with the errors of the CPU.
+// TestAnswersOfPairs checks that a device rejects invalid answers with the same errors as the CPU.
 func TestAnswersOfPairs(t *testing.T) {
 	device := cudaops.OpenFake(t)
 	for _, answers := range [][]int{{0, 1, -1, 0}, {-1, -1, -1, -2}, {0, 1, 8, 1}} {

@@ -11,8 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
-// eachGenerator runs f with generators of a model of 124 million parameters, as it is and with compact
-// weights.
+// eachGenerator runs f with generators of a model of 124 million parameters: one of the model itself, and one of
+// its compact form in each type of weights.
 func eachGenerator(b *testing.B, f func(b *testing.B, g *Generator)) {
 	c := Config{Vocab: 50304, Dim: 768, Layers: 12, Heads: 12, FF: 2048, Seq: 1024}.Default()
 	m, err := NewModel(c, tensor.Float32, 1)
@@ -40,8 +40,7 @@ func eachGenerator(b *testing.B, f func(b *testing.B, g *Generator)) {
 	}
 }
 
-// generate continues a prompt of the given length by n tokens, and returns the time that those after the
-// first ones took.
+// generate continues a prompt of the given length by first+n tokens, and returns the time that the last n took.
 func generate(b *testing.B, g *Generator, prompt, first, n int) time.Duration {
 	b.Helper()
 	greedy, err := sampler.New(sampler.Config{Vocab: g.config.Vocab})

@@ -176,9 +176,9 @@ func TestTurns(t *testing.T) {
 			tr.Model.Kasmina.Submit(state.Command{Action: state.Germinate,
 				Request: state.GerminationRequest{Slot: 4, Kind: blueprints.Residual}})
 		}
-		beside := make(chan error)
-		go func() { beside <- tr.Save(path) }()
-		return <-beside
+		saved := make(chan error)
+		go func() { saved <- tr.Save(path) }()
+		return <-saved
 	})
 
 	require.NoError(t, tr.Run(t.Context()))
@@ -340,8 +340,8 @@ func sumOf(m *Model) uint64 {
 	return h.Sum64()
 }
 
-// beside is a run with concurrent calls from other goroutines.
-type beside struct {
+// concurrent is a run during which other goroutines call the trainer.
+type concurrent struct {
 	*testing.T
 	*Trainer
 	dir   string
@@ -356,9 +356,9 @@ type beside struct {
 func TestBesideARun(t *testing.T) {
 	left := operations(t)
 	tr := newTrainer(t, trainerOptions{config: roomy(), steps: 1 << 30})
-	b := &beside{T: t, Trainer: tr, dir: t.TempDir(), text: heldOut(t, 40, 1)}
+	b := &concurrent{T: t, Trainer: tr, dir: t.TempDir(), text: heldOut(t, 40, 1)}
 	b.after.Store(sumOf(tr.Model), true)
-	within := &savedWithin{Engine: tr.driver.engine, beside: b}
+	within := &savedWithin{Engine: tr.driver.engine, concurrent: b}
 	tr.driver.engine = within
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
@@ -398,7 +398,7 @@ func TestBesideARun(t *testing.T) {
 // step produces.
 type savedWithin struct {
 	Engine
-	*beside
+	*concurrent
 	saves  sync.WaitGroup
 	saving atomic.Bool
 }
@@ -435,14 +435,14 @@ func waitsToSave() bool {
 	return false
 }
 
-func (b *beside) check(err error) {
+func (b *concurrent) check(err error) {
 	if err != nil {
 		b.Error(err)
 	}
 }
 
 // loaded checks a file that was saved during the run.
-func (b *beside) loaded(path string) {
+func (b *concurrent) loaded(path string) {
 	m, err := LoadModel(context.Background(), path)
 	b.check(err)
 	if err != nil {
@@ -451,25 +451,25 @@ func (b *beside) loaded(path string) {
 	b.files.Store(sumOf(m), path)
 }
 
-func (b *beside) save(name string) {
+func (b *concurrent) save(name string) {
 	b.check(b.Model.Save(name))
 	b.loaded(name)
 }
 
-func (b *beside) saveRun(name string) {
+func (b *concurrent) saveRun(name string) {
 	b.check(b.Save(name))
 	b.loaded(name)
 	_, err := ReadNotes(name)
 	b.check(err)
 }
 
-func (b *beside) blueprint(name string) {
+func (b *concurrent) blueprint(name string) {
 	b.check(b.Model.SaveBlueprint(name, 0, 2))
 	_, err := b.Model.ReadBlueprint(name, 0, 2)
 	b.check(err)
 }
 
-func (b *beside) sample(string) {
+func (b *concurrent) sample(string) {
 	g, err := NewGenerator(b.Model)
 	b.check(err)
 	s, err := sampler.New(sampler.Config{Temperature: 1})
@@ -480,13 +480,13 @@ func (b *beside) sample(string) {
 	b.check(g.Close())
 }
 
-func (b *beside) evaluate(string) {
+func (b *concurrent) evaluate(string) {
 	_, _, err := b.Evaluate(b.text)
 	b.check(err)
 	b.On(func(Event) error { return nil })
 }
 
-func (b *beside) ask(string) {
+func (b *concurrent) ask(string) {
 	if step, e := b.Step(), b.Last(); e.Step < step {
 		b.Errorf("the last event is of step %d, and step %d is over", e.Step, step)
 	}

@@ -293,7 +293,7 @@ func TestBytesOfASeed(t *testing.T) {
 	all := columns.RowWidth(l.seeds.saved())
 	t.Logf("%d bytes a seed, %d of them statistics", all, statistics)
 	if all-statistics > 112 || statistics == 0 {
-		t.Errorf("%d bytes a seed beside its statistics, want at most 112", all-statistics)
+		t.Errorf("%d bytes a seed without its statistics, want at most 112", all-statistics)
 	}
 }
 

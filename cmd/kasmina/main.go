@@ -5,7 +5,7 @@
 //	kasmina eval --model DIR --data FILE --seq 512         # loss and bits per byte of a text
 //	kasmina generate --model DIR --prompt Once --n 100     # writes the text, and nothing else, to standard output
 //	kasmina chat --model DIR                               # talks to a model in the terminal
-//	kasmina serve --model DIR                              # serves a model over OpenAI's API, with a page to chat
+//	kasmina serve --model DIR                              # serves a model over OpenAI's API, with a chat page
 //	kasmina train --model DIR --data FILE --out NEW        # continues training a model
 //	kasmina finetune --model DIR --data FILE --out NEW     # teaches a model chats or texts
 //	kasmina convert --model DIR --out NEW --precision bf16 # converts the weights to another type

@@ -113,7 +113,7 @@ func load(ctx context.Context, f *hf.Folder, stderr io.Writer, opts ...hf.LoadOp
 
 // A vocabulary is the tokenizer of a folder, limited to the tokens of its model. For example, the
 // published tokenizer of Gemma 3 has an additional token for pictures. Only texts with such a token are
-// refused.
+// rejected.
 type vocabulary struct {
 	*tokenizers.Tokenizer
 	size int // of the model's vocabulary

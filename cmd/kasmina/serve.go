@@ -37,8 +37,8 @@ func newServe() *cobra.Command { return new(serveOptions).command() }
 func (o *serveOptions) command() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "serve --model DIR",
-		Short: "Serve a model over the APIs of OpenAI and Anthropic, with a page to chat",
-		Long: `Serve a model over the APIs of OpenAI and Anthropic, with a page to chat in a browser. The model has
+		Short: "Serve a model over the APIs of OpenAI and Anthropic, with a chat page",
+		Long: `Serve a model over the APIs of OpenAI and Anthropic, with a chat page for the browser. The model has
 the name of its folder or GGUF file.
 
 Each --adapter is offered as another model, named after its folder. A request chooses a model by its name,

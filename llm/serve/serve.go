@@ -7,8 +7,8 @@
 //	POST /v1/messages/count_tokens  counts the tokens of a conversation (Anthropic)
 //	GET  /v1/models                 lists the models
 //	GET  /health                    reports that the server runs
-//	GET  /metrics                   counters for Prometheus
-//	GET  /                          a page to chat with the model
+//	GET  /metrics                   reports counters for Prometheus
+//	GET  /                          serves a page for chatting with the model
 //
 // Unknown parameters have no effect. A request with a known but unsupported parameter that would change the answer is
 // rejected with an error that names the parameter.

@@ -16,11 +16,11 @@ import (
 // kernel widens it to activations in memory that is free again after the product. The backward pass widens
 // the weight once more, so no widened weight is in memory for longer than one layer.
 //
-// Products in float8 need no widened weights. The codes of a weight in float8 are their operand as they are.
-// Weights in NF4, and transposed weights for the gradient of x, are rounded to float8 right before the
+// Products in float8 need no widened weights. The codes of a weight in float8 are directly an operand of the
+// product. Weights in NF4, and transposed weights for the gradient of x, are rounded to float8 just before the
 // product.
 //
-// Products of a few rows in graphs that continue texts read the weights as they are: see packProducts.
+// Products of a few rows in graphs that continue texts read the packed weights directly: see packProducts.
 
 // packedInput sets the value of an input that is held in float8 or NF4. It returns false for any other input.
 func (c *compiler) packedInput(n *gorgonia.Node) bool {

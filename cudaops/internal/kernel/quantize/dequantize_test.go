@@ -118,22 +118,22 @@ func TestFloat8Weights(t *testing.T) {
 				require.Equal(t, want, raw(g, y), "%v %v", format, shape)
 			}
 
-			const beside = 32 // columns of y to the left, and a third of them to the right, of the result
-			stride := beside + rows + 16
+			const margin = 32 // columns of y to the left, and a third of them to the right, of the result
+			stride := margin + rows + 16
 			y := g.Alloc(d*stride, gpu.Float8E4M3, 0)
-			g.Must(g.Launch(g.Stream, quantize.Float8Columns{NF4: a, Y: y.Ptr.Offset(beside), Factors: to.Ptr, Rows: rows,
+			g.Must(g.Launch(g.Stream, quantize.Float8Columns{NF4: a, Y: y.Ptr.Offset(margin), Factors: to.Ptr, Rows: rows,
 				D: d, Stride: stride}))
 			got, untouched := raw(g, y), make([]byte, 16)
-			copy(untouched, got[beside+rows:])
+			copy(untouched, got[margin+rows:])
 			for c := range d {
 				row := got[c*stride:][:stride]
 				for r := range rows {
-					if row[beside+r] != want[r*d+c] {
+					if row[margin+r] != want[r*d+c] {
 						g.Fatalf("%v, %v, transposed: row %d, column %d has the code %#x, want %#x", format, shape, r, c,
-							row[beside+r], want[r*d+c])
+							row[margin+r], want[r*d+c])
 					}
 				}
-				require.Equal(t, untouched, row[beside+rows:], "%v, %v: written beside the result", format, shape)
+				require.Equal(t, untouched, row[margin+rows:], "%v, %v: written beside the result", format, shape)
 			}
 		}
 	}
