@@ -100,7 +100,7 @@ func TestPagesAgree(t *testing.T) {
 	require.Contains(t, want, "128 seeds (layer 0, seed 0; layer 0, seed 1; layer 0, seed 2 and 125 more): "+
 		"Evaluating → FineTuning because the timetable")
 	require.Contains(t, want, "The model has changed: 3 blocks become 12")
-	require.Contains(t, want, "the held-out loss is 0.0625 lower than without it (2 %), and 75 % of the batches agree")
+	require.Contains(t, want, "the held-out loss is 0.0625 lower than without it (2%), and 75% of the batches agree")
 	require.Equal(t, 6, strings.Count(want, "128 seeds ("))
 
 	// Seed 2 has the same stage, but nothing was compared.

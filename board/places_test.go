@@ -20,7 +20,7 @@ import (
 
 // judged is the reason for which a controller rolls a seed back.
 const judged = "34 epochs have not brought what FineTuning asks for: the loss is 0.0021 higher with " +
-	"it (0.07 %), and 70 % of the text's batches agree"
+	"it (0.07%), and 70% of the text's batches agree"
 
 // everywhere adds the events of a run of 600 steps. Its model has seeds at all sites: Kasmina
 // layers, every linear layer of the given number of blocks, the stream, and depth.
@@ -131,7 +131,7 @@ func TestEverywhere(t *testing.T) {
 			"block 0, seed 2 and 9 more): Dormant → Germinated because their features are dead")
 		require.Contains(t, w.text("#events"), "Ada asked on the board to save: before lunch")
 		require.Equal(t, run.sample, w.text("#sample"))
-		require.Contains(t, w.text("#tiles"), "share of the peak40 %of 20.00 TFLOP/s")
+		require.Contains(t, w.text("#tiles"), "share of the peak40%of 20.00 TFLOP/s")
 		require.NotEqual(t, "broken", eval[string](w, "document.title"))
 		for _, v := range []struct {
 			width  int64

@@ -952,7 +952,7 @@ func (k *slowKasmina) Launch(s gpu.Stream, params any) error {
 }
 
 // TestKasminaTiming checks that a machine with a monitor reports the time of passes and the cost of
-// telemetry to the lattice, and otherwise computes the same bits, measurements and counts.
+// telemetry to the lattice, and otherwise computes bit-identical results, measurements and counts.
 func TestKasminaTiming(t *testing.T) {
 	seed := randomSeed(t)
 	for _, mode := range []state.TelemetryMode{state.Production, state.Off} {
@@ -1004,7 +1004,7 @@ func TestKasminaTiming(t *testing.T) {
 		if l.Timed < 2 || l.Timed != 2*machines[1].monitor.Samples ||
 			math.Abs(l.Kernel.Seconds()/(perRun/2)-1) > 0.01 || math.Abs(l.Overhead-10) > 0.1 ||
 			math.Abs(l.Bandwidth/(bytes/perRun)-1) > 0.01 {
-			t.Errorf("%+v, want a kernel's time of %v s, 10 %% of overhead and %v bytes/s", l,
+			t.Errorf("%+v, want a kernel's time of %v s, 10%% of overhead and %v bytes/s", l,
 				perRun/2, bytes/perRun)
 		}
 	}

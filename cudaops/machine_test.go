@@ -1196,7 +1196,7 @@ func trainWithGates(t *testing.T, device *Device, opts ...MachineOption) (m *Mac
 }
 
 // TestRoom checks that a machine spends memory to save time only as long as enough memory remains free,
-// and computes the same bits in either case.
+// and that its results are bit-identical in either case.
 func TestRoom(t *testing.T) {
 	clearChoiceVariables(t)
 	train := func(t *testing.T, bytes int, opts ...MachineOption) (*Machine, []string) {

@@ -14,7 +14,7 @@ import (
 
 // Tuning selects how a machine finds the fastest of several variants of a computation. For a matrix
 // product, cuBLASLt offers the variants; for attention or a norm, they are different kernels. Variants
-// may add in a different order, so two machines compute the same bits only if they use the same variants.
+// may add in a different order, so the results of two machines are bit-identical only if they use the same variants.
 type Tuning = choose.Mode
 
 // The modes of tuning. Timings are stored in the file kasmina/tune.json of the user's cache directory,
@@ -63,8 +63,8 @@ func WithVariants(rules ...string) MachineOption {
 }
 
 // WithChoices makes the machine use the choices of another machine with the same graph
-// ([Machine.Choices]) instead of tuning, so that both compute the same bits. Anything that the other
-// machine has not chosen is chosen by rule. Only Op, Shape and Variant of a choice matter. NewMachine
+// ([Machine.Choices]) instead of tuning, so that their results are bit-identical. Anything that
+// the other machine has not chosen is chosen by rule. Only Op, Shape and Variant of a choice matter. NewMachine
 // returns an error if the GPU does not have one of the variants.
 func WithChoices(choices []optime.Choice) MachineOption {
 	return setting(func(c *machineConfig) { c.variants.Given = append([]optime.Choice{}, choices...) })
@@ -89,7 +89,7 @@ func setVariants(d *Device, c *machineConfig) error {
 const ProfileSteps = profile.Steps
 
 // StartProfile makes the machine profile the next [ProfileSteps] steps. The last of these run with a time
-// stamp after every kernel; every step computes the same bits as without a profile. [Machine.Update]
+// stamp after every kernel. All results are bit-identical to those without a profile. [Machine.Update]
 // completes a step, or [Machine.RunAll] if the machine has no optimizer. [Machine.Profile] then returns
 // the profile.
 //
@@ -148,7 +148,7 @@ func (m *Machine) Ceiling() (c optime.Ceiling, err error) {
 }
 
 // WithMonitor makes the machine time the ops of one run in every n, where n is the argument. The timed
-// run is replayed with a time stamp between successive calls, and computes the same bits.
+// run is replayed with a time stamp between successive calls, and its results are bit-identical.
 // [Machine.Monitor] returns the times.
 //
 // In a timed run, each pass of a Kasmina layer that records telemetry is also run without it, so that the

@@ -419,7 +419,7 @@ func TestTuning(t *testing.T) {
 	second := tuneProduct(t, path, fastFirst, card, cached)
 	require.Equal(t, 1, second.variant)
 	require.Zero(t, second.timings)
-	require.Equal(t, first.value, second.value, "the same choice gave different bits")
+	require.Equal(t, first.value, second.value, "the same choice is not bit-identical")
 	third := tuneProduct(t, path, fastFirst, card, full)
 	require.Zero(t, third.variant)
 	require.GreaterOrEqual(t, third.timings, 3)
@@ -497,7 +497,7 @@ func TestTuningDrops(t *testing.T) {
 	}{
 		{[3]fake.Variant{{Took: 9e6}, {Took: 1e6, Wrong: true}, {Took: 5e6}}, 2, "differs by"},
 		{[3]fake.Variant{{Fails: true}, {Took: 2e6}, {Took: 1e6}}, 2, "a variant that fails"},
-		{[3]fake.Variant{{Took: 1e6}, {Took: 995e3}, {Took: 996e3}}, 0, ""}, // the gain does not justify different bits
+		{[3]fake.Variant{{Took: 1e6}, {Took: 995e3}, {Took: 996e3}}, 0, ""}, // the gain does not justify results that are not bit-identical
 	} {
 		r := tuneProduct(t, filepath.Join(t.TempDir(), "tune.json"), c.variants, "Some GPU",
 			WithTuning(TuneCached))

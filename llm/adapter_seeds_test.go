@@ -13,8 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// TestTuneSeeds checks that new seeds change nothing at first, that only they learn, and that a resumed run continues
-// with the same bits.
+// TestTuneSeeds checks that new seeds change nothing at first, that only they learn, and that a resumed run is
+// bit-identical.
 func TestTuneSeeds(t *testing.T) {
 	for _, kind := range []blueprints.Kind{blueprints.LowRank, blueprints.ChunkMLP} {
 		t.Run(kind.String(), func(t *testing.T) {

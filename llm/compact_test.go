@@ -168,7 +168,7 @@ func TestCompactGreedy(t *testing.T) {
 	}
 }
 
-// TestCompactBatcher checks that the logits of texts are the same bits whether a text is alone or continued
+// TestCompactBatcher checks that the logits of a text are bit-identical whether it is alone or continued together
 // with eight more, no matter how its prompt is divided among passes.
 func TestCompactBatcher(t *testing.T) {
 	for name, c := range compactConfigs() {

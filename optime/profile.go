@@ -152,7 +152,7 @@ func (p *Profile) Table() string {
 		p.Period.Round(time.Microsecond), p.Device,
 		p.Steps)
 	fmt.Fprintf(&s,
-		"busy      %.1f %% in kernels, %.1f %% in captured work, including gaps between kernels\n",
+		"busy      %.1f%% in kernels, %.1f%% in captured work, including gaps between kernels\n",
 		100*kernels, 100*graphs)
 	fmt.Fprintf(&s,
 		"marks     %v for each of %d, excluded from the times; the captured work takes %v with marks, %v without\n",

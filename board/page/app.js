@@ -53,7 +53,7 @@
     }
     return v.toFixed(0);
   }
-  function percent(v) { return Math.round(100 * v) + ' %'; }
+  function percent(v) { return Math.round(100 * v) + '%'; }
   function thousands(n) { return String(n).replace(/\B(?=(\d{3})+(?!\d))/g, ','); }
   function gib(bytes) { return (bytes / 2 ** 30).toFixed(1); }
 
@@ -99,7 +99,7 @@
     $('error').hidden = !error;
     $('error').textContent = error;
     drawProgress(run);
-    document.title = (s.share && !over ? Math.floor(100 * s.share) + ' % · ' : '') + (run.name === 'run' ? '' : run.name + ' · ') + 'Kasmina';
+    document.title = (s.share && !over ? Math.floor(100 * s.share) + '% · ' : '') + (run.name === 'run' ? '' : run.name + ' · ') + 'Kasmina';
 
     const tiles = [['training loss', number(s.loss), 'nats per token'],
       ['held-out loss', number(s.val_loss), s.best_val_step && s.best_val_loss !== s.val_loss ? 'best ' + number(s.best_val_loss) + ' at step ' + thousands(s.best_val_step) : 'nats per token'],
@@ -134,7 +134,7 @@
     const s = run.status, share = Math.max(0, Math.min(1, s.share || 0)), done = Math.floor(100 * share);
     const parts = ['step ' + thousands(s.step || 0) + (s.steps ? ' of ' + thousands(s.steps) : '')];
     if (s.budget) parts.push('budget ' + s.budget);
-    if (s.share) parts.push(done + ' %');
+    if (s.share) parts.push(done + '%');
     if (s.elapsed_s) parts.push(clock(s.elapsed_s) + ' elapsed');
     if (s.state === 'running' && s.left_s !== null) parts.push(clock(s.left_s) + ' left');
     if (s.saved) parts.push('saved at step ' + thousands(s.saved_step));
@@ -243,7 +243,7 @@
         td.className = 'name';
         td.append(show);
       } else if (column.name === 'done') {
-        td.textContent = Math.floor(100 * value) + ' %'; // as in the header
+        td.textContent = Math.floor(100 * value) + '%'; // as in the header
       } else {
         td.textContent = column.text ? column.text(run) : column.numeric ? number(value) : value;
       }
@@ -455,7 +455,7 @@
     if (seed.compared) {
       const better = seed.delta >= 0;
       return 'With the seed, the held-out loss is ' + number(Math.abs(seed.delta)) + (better ? ' lower' : ' higher') + ' than without it (' +
-        number(+(100 * Math.abs(seed.improvement)).toPrecision(3)) + ' %), and ' + percent(seed.stability) + ' of the batches agree.';
+        number(+(100 * Math.abs(seed.improvement)).toPrecision(3)) + '%), and ' + percent(seed.stability) + ' of the batches agree.';
     }
     return tried.includes(seed.stage) ? 'Nothing was compared: the model has not been evaluated with and without this seed.' : '';
   }

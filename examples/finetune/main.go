@@ -231,7 +231,7 @@ func tune(ctx context.Context, o options, base *llm.Model, text *data.Evaluation
 	}
 
 	fmt.Fprintf(stdout, "%d of %d parameters learned\n", r.TrainedParams, r.Params)
-	fmt.Fprintf(stdout, "right answers  %3.0f %% before, %3.0f %% after tuning\n", 100*r.BaseAccuracy, 100*r.Accuracy)
+	fmt.Fprintf(stdout, "right answers  %3.0f%% before, %3.0f%% after tuning\n", 100*r.BaseAccuracy, 100*r.Accuracy)
 	fmt.Fprintf(stdout, "loss of them   %.3f before, %.3f after tuning\n", r.BaseLoss, r.ValLoss)
 	fmt.Fprintf(stdout, "other text     %.3f bits per byte before, %.3f after tuning\n", r.BaseBPB, r.TunedBPB)
 

@@ -235,7 +235,7 @@ func report(ctx context.Context, t *llm.Trainer, ops []optime.OpTime, train *dat
 	}
 
 	share := kasmina / max(all, math.SmallestNonzeroFloat64)
-	fmt.Fprintf(w, "the Kasmina layers took %.2f %% of the time of a step\n\n", 100*share)
+	fmt.Fprintf(w, "the Kasmina layers took %.2f%% of the time of a step\n\n", 100*share)
 
 	return json.NewEncoder(w).Encode(map[string]any{"steps": last.Step, "val_bpb": last.ValBPB,
 		"gzip_bpb": gzip, "order2_bpb": order2, "params": last.Params, "seeds": last.Seeds,

@@ -230,8 +230,7 @@ func (e *bpeEncoder) merge(piece []byte) []int32 {
 
 // becomes returns the id of the merged parts[i] and parts[i+1].
 func (e *bpeEncoder) becomes(i int) int32 {
-	return e.bpe.merged.find(pair{e.parts[i],
-		e.parts[i+1]})
+	return e.bpe.merged.find(pair{e.parts[i], e.parts[i+1]})
 }
 
 // A pairTable maps pairs to the ids of their merges, using open addressing. A map would take three

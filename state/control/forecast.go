@@ -532,7 +532,7 @@ func (f *Forecast) outline(v *view, all []growthOption, price func(growthOption)
 	}
 
 	text := fmt.Sprintf("; as far as is known without its curve, growing to %d blocks after %.3g million tokens, a "+
-		"share of %.2f, would lower the reducible loss by %.1f %%", v.blocks(plan), (v.seen+wait)/1e6,
+		"share of %.2f, would lower the reducible loss by %.1f%%", v.blocks(plan), (v.seen+wait)/1e6,
 		now.Share+(1-now.Share)*wait/v.rest, 100*(1-lowest/v.stay()))
 	if plan.PerToken || f.Trained {
 		return text
@@ -544,7 +544,7 @@ func (f *Forecast) outline(v *view, all []growthOption, price func(growthOption)
 	if difference < 0 {
 		difference, direction = -difference, "below"
 	}
-	return text + fmt.Sprintf("; a model with %.0f blocks from the start would end %.1f %% %s that",
+	return text + fmt.Sprintf("; a model with %.0f blocks from the start would end %.1f%% %s that",
 		factor*float64(plan.Blocks), difference, direction)
 }
 
@@ -711,7 +711,7 @@ func (f *Forecast) review(r state.Report) (notes []string) {
 		if end < v.final {
 			direction = "below"
 		}
-		return fmt.Sprintf("at a share of %.3f, the predicted final loss was %.4f; the run ended at %.4f, %.1f %% %s it",
+		return fmt.Sprintf("at a share of %.3f, the predicted final loss was %.4f; the run ended at %.4f, %.1f%% %s it",
 			made, v.final, end, 100*math.Abs(end/v.final-1), direction)
 	}
 

@@ -325,7 +325,7 @@ func TestForecastReviews(t *testing.T) {
 
 		loss, err := strconv.ParseFloat(want[2], 64)
 		require.NoError(t, err)
-		require.Contains(t, got.review[i], fmt.Sprintf("%.1f %% ", 100*math.Abs(got.loss/loss-1)))
+		require.Contains(t, got.review[i], fmt.Sprintf("%.1f%% ", 100*math.Abs(got.loss/loss-1)))
 	}
 
 	s.budget = 8
@@ -356,7 +356,7 @@ func TestForecastPlans(t *testing.T) {
 	static := s
 	static.blocks, static.budget = 12, s.budget*3/12*s.cost(3)/s.cost(12)
 	excess := 100 * ((static.run(t, never()).loss-1.5)/(got.loss-1.5) - 1)
-	planned := regexp.MustCompile(`; a model with 12 blocks from the start would end ([\d.]+) % above that$`)
+	planned := regexp.MustCompile(`; a model with 12 blocks from the start would end ([\d.]+)% above that$`)
 	match := planned.FindStringSubmatch(got.notes[0])
 	require.Len(t, match, 2, got.notes[0])
 	predicted, err := strconv.ParseFloat(match[1], 64)

@@ -59,7 +59,7 @@ func (g *Governor) wrong(t Trial) string {
 	case t.Errors > 0:
 		return fmt.Sprintf("the model's loss is not finite on %d batches of the text", t.Errors)
 	case t.Harm > g.Harm && t.Agree >= g.Sure:
-		return fmt.Sprintf("the loss is %.4g higher than without it, as %.0f %% of the batches "+
+		return fmt.Sprintf("the loss is %.4g higher than without it, as %.0f%% of the batches "+
 			"show", t.Harm, 100*t.Agree)
 	case t.Without > 0 && !(t.Norm <= g.Norm*t.Without):
 		return fmt.Sprintf("the gradients' norm is %.4g, and %.4g without it", t.Norm, t.Without)

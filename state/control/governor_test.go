@@ -21,7 +21,7 @@ func TestGovernor(t *testing.T) {
 	own := []state.Command{onward, plant}
 	require.Equal(t, own, g.Govern(trial, own))
 	for why, change := range map[string]func(*control.Trial){
-		"the loss is 0.06 higher than without it, as 80 % of the batches show": func(x *control.Trial) {
+		"the loss is 0.06 higher than without it, as 80% of the batches show": func(x *control.Trial) {
 			x.Harm, x.Agree = 0.06, 0.8
 		},
 		"the model's loss is not finite on 1 batches of the text": func(x *control.Trial) {

@@ -322,7 +322,7 @@ func verdict(s state.SeedReport) string {
 	if s.Delta < 0 {
 		how = "higher"
 	}
-	return fmt.Sprintf("the loss is %.4g %s with it (%.2g %%), and %.0f %% of the text's batches "+
+	return fmt.Sprintf("the loss is %.4g %s with it (%.2g%%), and %.0f%% of the text's batches "+
 		"agree", math.Abs(s.Delta), how, 100*math.Abs(s.Improvement), 100*s.Stability)
 }
 

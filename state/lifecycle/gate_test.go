@@ -107,7 +107,7 @@ func TestGates(t *testing.T) {
 		{"50 epochs of fine-tuning", 6, 7, with(func(e *lifecycle.Evidence) {
 			e.Epochs, e.Improvement, e.Stability = 50, 1, 1
 		}), true},
-		{"improved by 1 %", 6, 7, with(func(e *lifecycle.Evidence) {
+		{"improved by 1%", 6, 7, with(func(e *lifecycle.Evidence) {
 			e.Improvement, e.Stability = 0.01, 0.95
 		}), true},
 		{"improved by less", 6, 7, with(func(e *lifecycle.Evidence) {

@@ -87,7 +87,7 @@ func (e *earlier) compare(w io.Writer, now []result) error {
 		}
 	}
 
-	fmt.Fprintf(w, "\n%d compared with %s, %d slower by more than %.0f %%, %d not in both\n",
+	fmt.Fprintf(w, "\n%d compared with %s, %d slower by more than %.0f%%, %d not in both\n",
 		len(both), e.path, len(slower),
 		100*slack, len(before)+len(after)-2*len(both))
 	if len(slower) == 0 {
@@ -100,7 +100,7 @@ func (e *earlier) compare(w io.Writer, now []result) error {
 	fmt.Fprint(w, "\n| what | before | now | slower by |\n| --- | --- | --- | --- |\n")
 	var names []string
 	for _, m := range slower {
-		fmt.Fprintf(w, "| %s | %.1f µs | %.1f µs | %.1f %% |\n", m.name, m.before,
+		fmt.Fprintf(w, "| %s | %.1f µs | %.1f µs | %.1f%% |\n", m.name, m.before,
 			m.now, 100*m.slower())
 		names = append(names, m.name)
 	}

@@ -4,7 +4,7 @@
 //
 //	go run ./tools/bench > kasmina.jsonl                       # everything, on the GPU
 //	go run ./tools/bench -groups train -models llama124M       # a part
-//	go run ./tools/bench -device cpu                           # the CPU's counterpart
+//	go run ./tools/bench -device cpu                           # the same on the CPU
 //	go run ./tools/bench -against before.jsonl > after.jsonl    # fails if something became slower
 //
 // peers/torch_peers.py takes the same measurements in PyTorch, under the same names, and
@@ -13,15 +13,16 @@
 //	python3 tools/bench/peers/torch_peers.py > torch.jsonl
 //	go run ./tools/bench -table kasmina.jsonl torch.jsonl
 //
-// Three subcommands train models to the end and compare them:
+// Three commands train models to the end and compare them:
 //
 //	go run ./tools/bench growth -help                          # pairs of a grown and a static model
 //	go run ./tools/bench study -help                           # recipes of growth, on several budgets
 //	go run ./tools/bench forgetting -help                      # learning against forgetting in tuning
 //
-// Another one times the generation of tokens:
+// Two others measure generation and a server:
 //
-//	go run ./tools/bench decode -help
+//	go run ./tools/bench decode -help                          # time of generating tokens
+//	go run ./tools/bench serve -help                           # a server under the load of many clients
 //
 // Package cudabench times kernels, as medians of launches with a cold cache. A training step is
 // everything from token ids on the host to updated weights and the loss on the host; a loss is the same
@@ -98,16 +99,16 @@ type options struct {
 	before    *earlier // nil without -against
 }
 
-// comparisons are the commands that train models to the end.
-var comparisons = map[string]func(ctx context.Context, args []string, stdout, stderr io.Writer) error{
+// commands are the commands other than the measurements of kernels and training steps.
+var commands = map[string]func(ctx context.Context, args []string, stdout, stderr io.Writer) error{
 	"growth": growth.Pairs, "study": growth.Study, "forgetting": forgetting.Run,
 	"decode": decode, "serve": serveLoad}
 
-// compare runs one of the comparisons.
-func compare(args []string) error {
+// runCommand runs one of the commands.
+func runCommand(args []string) error {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, stop)
-	err := comparisons[args[0]](ctx, args[1:], os.Stdout, os.Stderr)
+	err := commands[args[0]](ctx, args[1:], os.Stdout, os.Stderr)
 	if errors.Is(err, flag.ErrHelp) {
 		return nil
 	}
@@ -115,8 +116,8 @@ func compare(args []string) error {
 }
 
 func main() {
-	if len(os.Args) > 1 && comparisons[os.Args[1]] != nil {
-		if err := compare(os.Args[1:]); err != nil {
+	if len(os.Args) > 1 && commands[os.Args[1]] != nil {
+		if err := runCommand(os.Args[1:]); err != nil {
 			fmt.Fprintln(os.Stderr, "bench:", err)
 			os.Exit(1)
 		}
@@ -153,7 +154,7 @@ func main() {
 	base := flag.String("base", cpuops.BFloat16.String(),
 		"type of the frozen weights in the group finetune: bf16, f8 or nf4")
 	against := flag.String("against", "",
-		"compare with the output of an earlier run on this machine in this `FILE`, and fail if\nsomething became slower by more than 3 %; "+
+		"compare with the output of an earlier run on this machine in this `FILE`, and fail if\nsomething became slower by more than 3%; "+
 			"the fastest of several measurements counts")
 	repeat := flag.Int("repeat", 1, "number of times to measure everything")
 	table := flag.Bool("table", false,

@@ -135,7 +135,7 @@ func summarize(records []record) (all []summary) {
 func report(picture string, records []record, w io.Writer) error {
 	all := summarize(records)
 	fmt.Fprintf(w, "| way of tuning | parameters | best new loss | rise of the old loss there | forgetting relative to LoRA "+
-		"at 50 %% of its gain | 70 %% | 90 %% |\n|---|---:|---:|---:|---:|---:|---:|\n")
+		"at 50%% of its gain | 70%% | 90%% |\n|---|---:|---:|---:|---:|---:|---:|\n")
 	for _, s := range all {
 		fmt.Fprintf(w, "| %s | %d | %.3f | %.3f |", s.Arm, s.Params, s.Best, s.Rise)
 		for _, r := range s.Ratios {

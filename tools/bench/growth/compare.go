@@ -219,7 +219,7 @@ func (e *experiment) follow(t *llm.Trainer, r *trained, name string, grown bool)
 			r.loss = bits * math.Ln2
 			r.curve = append(r.curve, e.where(t, of*v.Share, r.loss))
 			fmt.Fprintf(e.w,
-				"%-12s %3.0f %% of %v, step %d, %d blocks, held-out loss %.4f nats per byte\n", name,
+				"%-12s %3.0f%% of %v, step %d, %d blocks, held-out loss %.4f nats per byte\n", name,
 				100*v.Share, v.Budget, v.Step, t.Model.Config.Layers, r.loss)
 		}
 		return nil
@@ -393,7 +393,7 @@ func (all results) report(stdout io.Writer) error {
 					var share *float64
 					at = "never"
 					if s := r.timeTo(c.static.loss); s == s {
-						share, at = &s, fmt.Sprintf("%.0f %% of the time", 100*s)
+						share, at = &s, fmt.Sprintf("%.0f%% of the time", 100*s)
 					}
 					out.Share = append(out.Share, share)
 				}

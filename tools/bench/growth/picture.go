@@ -72,7 +72,7 @@ func title(c comparison) string {
 		return fmt.Sprintf("Growth did not pay off: it ends %.3f nats per byte higher",
 			c.grown.loss-c.static.loss)
 	}
-	return fmt.Sprintf("The grown model reaches the static model's loss in %.0f %% of its time,\n"+
+	return fmt.Sprintf("The grown model reaches the static model's loss in %.0f%% of its time,\n"+
 		"and ends %.3f nats per byte lower", 100*c.grown.timeTo(c.static.loss),
 		c.static.loss-c.grown.loss)
 }

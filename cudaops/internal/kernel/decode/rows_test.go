@@ -11,8 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/layer"
 )
 
-// TestRows compares products of several rows with sums in float64, with and without an added matrix, twice in the same
-// bits.
+// TestRows compares products of several rows with sums in float64, with and without an added matrix, and checks that a
+// second run is bit-identical.
 func TestRows(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, c := range []struct{ rows, columns, depth int }{{2, 5, 8}, {7, 130, 72}, {16, 128, 2048}, {17, 300, 1000},
@@ -40,7 +40,7 @@ func TestRows(t *testing.T) {
 				once := g.Read(y)
 				g.Must(g.Launch(g.Stream, p))
 				if kerneltest.Distance(g.Read(y), once) != 0 {
-					g.Error("two runs give different bits")
+					g.Error("two runs are not bit-identical")
 				}
 
 				p.C = add.Ptr

@@ -1,6 +1,6 @@
-// Products with a narrow matrix on Hopper (sm_90a), for bf16 and f16, as low-rank adapters need them, and
-// smaller kernels for the same purpose, which run on any GPU. One
-// operand is large and the other has few columns, so the time is that of reading the large operand once:
+// Products with a narrow matrix, such as a low-rank adapter's, for bf16 and f16. One operand is large and the
+// other has few columns, so the time is that of reading the large operand once. The products run on Hopper
+// (sm_90a); sum, scale and blocks run on any GPU:
 //
 //   rows, nt:   y = scale·x·wᵀ with w [columns, depth]
 //   rows, nn:   y = scale·x·w with w [depth, columns]

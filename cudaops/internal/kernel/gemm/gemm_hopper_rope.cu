@@ -5,9 +5,10 @@
 //   y[i] = s[i]·cos − s[i+h]·sin,   y[i+h] = s[i+h]·cos + s[i]·sin
 //
 // The rotation applies to the pairs (i, i + h), h = D/2, of the heads in the columns before
-// `turned`, where D is the head dimension; elsewhere y = s. x is [rows, depth], weights [columns,
-// depth], u [rows, termDepth], which is optional, b [columns, termDepth] and y [rows, columns], and the position of a row is row mod seq. The results have the same
-// bits as a product that sums in the same order followed by rope.cu.
+// `turned`, where D is the head dimension; elsewhere y = s. x is [rows, depth], weights is [columns,
+// depth], u is [rows, termDepth] and optional, b is [columns, termDepth], and y is [rows, columns].
+// The position of a row is row mod seq. The results are bit-identical to those of a product that sums
+// in the same order, followed by rope.cu.
 //
 // The table of angles holds the cosines of pairs i and i + 1 and then their sines, for even i. It
 // is arranged by the eight positions and eight pairs that a warp reads at once: [⌈seq/8⌉, h/8, 8

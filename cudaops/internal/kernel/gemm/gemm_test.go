@@ -37,7 +37,7 @@ func scaledNormal(g *kerneltest.Rig, n, d int, t gpu.DType) (*kerneltest.Buffer,
 }
 
 // TestSiLUProduct compares the fused product and gate with float64 references, forward and backward, and checks that
-// the backward pass computes the same bits with h, without h and in place.
+// the results of the backward pass are bit-identical with h, without h and in place.
 func TestSiLUProduct(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range [][3]int{{1, 8, 8}, {129, 136, 72}, {64, 128, 768},

@@ -36,7 +36,7 @@ template <bool kTwo> struct Step {
       : t(tensorOf(tensors, tensor)), u(updates[tensor]), multiplier(multiplierOf(control, t)), eps(control->eps) {}
 
   // Intrinsics determine which products are rounded before they are added, so that every compiler
-  // produces the same bits. Square root and division are correctly rounded already; __fsqrt_rn and
+  // produces bit-identical results. Square root and division are correctly rounded already; __fsqrt_rn and
   // __fdiv_rn would slow AdamW down by 0.7%.
   __device__ __forceinline__ void update(float& p, float g, float& m, float& v) const {
     g = __fmul_rn(g, multiplier);

@@ -209,7 +209,7 @@ func sameBits(g *kerneltest.Rig, what string, a, b *kerneltest.Buffer) {
 	g.Helper()
 	x, y := raw(g, a), raw(g, b)
 	if !slices.Equal(x, y) {
-		g.Errorf("%s: fused and separate kernels give different bits", what)
+		g.Errorf("%s: fused and separate kernels are not bit-identical", what)
 	}
 	if !slices.ContainsFunc(x, func(v byte) bool { return v != 0xff }) {
 		g.Errorf("%s: nothing was written", what)
