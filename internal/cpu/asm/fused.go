@@ -48,28 +48,28 @@ const (
 // The forms of a vector of columns, by the parts of a rule that they need. A columnRule.form with bits
 // beyond a form's requires formAny.
 const (
-	formNone      = 0 // the results equal the values
-	formPlain     = 1 // on = off, and there are no neighbors
-	formGated     = 3
-	formNeighbors = 5 // on = off, and all neighbors are in the same vector
-	formAny       = 15
+	formNone   = 0 // the results equal the values
+	formPlain  = 1 // on = off, and there are no neighbors
+	formGated  = 3
+	formBeside = 5 // on = off, and all neighbors are in the same vector
+	formAny    = 15
 )
 
-// neighbor describes the element a few columns away that a rule may read.
-type neighbor struct {
+// neighbour describes a neighbor of a column.
+type neighbour struct {
 	has  int // offset in the rule of the selection of columns that have it
 	mask Register
 	step int // distance in columns
 }
 
-// neighbors returns the neighbors in value that contribute to the result: to the left forward, and to
+// neighbours returns the neighbors in value that contribute to the result: to the left forward, and to
 // the right backward. Backward, they are followed by the neighbors in x that need a gradient for their
 // weight.
-func (f *fused) neighbors() []neighbor {
+func (f *fused) neighbours() []neighbour {
 	if !f.backward {
-		return []neighbor{{ruleHasNear, K3, -1}, {ruleHasFar, K4, -2}}
+		return []neighbour{{ruleHasNear, K3, -1}, {ruleHasFar, K4, -2}}
 	}
-	return []neighbor{{ruleHasNear, K3, 1}, {ruleHasFar, K4, 2}, {ruleLeftNear, K5, -1},
+	return []neighbour{{ruleHasNear, K3, 1}, {ruleHasFar, K4, 2}, {ruleLeftNear, K5, -1},
 		{ruleLeftFar, K6, -2}}
 }
 
@@ -204,7 +204,7 @@ func (f *fused) vector(label string, masked bool) {
 
 	f.figures(label, masked, false)
 	Label(label + "Blend")
-	forms := []int{formNone, formPlain, formGated, formNeighbors}
+	forms := []int{formNone, formPlain, formGated, formBeside}
 	if masked {
 		forms = forms[:1]
 	}
@@ -384,7 +384,7 @@ type blending struct {
 	*fused
 	form                int
 	masked              bool
-	gated, mixed        bool // whether the form has a gate, and neighbors
+	gated, beside       bool // whether the form has a gate, and neighbors
 	on, off, gate, none VecPhysical
 	above, add          VecPhysical
 	x, t, c             VecPhysical
@@ -403,7 +403,7 @@ func (f *fused) blend(form int, masked bool) {
 	}
 
 	b := blending{fused: f, form: form, masked: masked,
-		gated: form == formGated || form == formAny, mixed: form == formNeighbors || form == formAny}
+		gated: form == formGated || form == formAny, beside: form == formBeside || form == formAny}
 	b.begin()
 	walks := f.backward || form == formAny
 	for i := range f.row {
@@ -450,8 +450,8 @@ func (b *blending) begin() {
 		b.x, free = free[0], free[1:]
 	}
 
-	if b.mixed {
-		for _, n := range b.neighbors() {
+	if b.beside {
+		for _, n := range b.neighbours() {
 			b.selected(ofRule(n.has), n.mask, b.t)
 		}
 		b.shares = b.take(&free, ofRule(ruleNear), ofRule(ruleFar))
@@ -489,8 +489,8 @@ func (b *blending) result(row VecPhysical) {
 		VFMADD231PS(x, row, b.totals[1])
 	}
 
-	if b.mixed {
-		all := b.neighbors()
+	if b.beside {
+		all := b.neighbours()
 		for j, n := range all[:2] {
 			b.shifted(b.form, b.value, row, n, b.next[j])
 		}
@@ -513,7 +513,7 @@ func (b *blending) result(row VecPhysical) {
 
 // shifted sets dst to a neighbor of row, which is both in a register and in the matrix. Columns without
 // this neighbor become 0.
-func (f *fused) shifted(form int, matrix Register, row VecPhysical, n neighbor, dst VecPhysical) {
+func (f *fused) shifted(form int, matrix Register, row VecPhysical, n neighbour, dst VecPhysical) {
 	if form == formAny {
 		f.loadSelected(f.inMatrix(matrix).Offset(4*n.step), n.mask, dst)
 		return

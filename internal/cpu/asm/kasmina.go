@@ -58,11 +58,11 @@ const (
 // If some columns use neighbors, start returns one mask or vector per neighbor that selects these
 // columns. Most vectors of columns use none and skip the loads, which would cross cache lines.
 func (v isa) strip(arrays []GPPhysical, doubles []GPPhysical, start func() (users []Register),
-	body func(masked, neighbors bool), end func()) {
+	body func(masked, neighbours bool), end func()) {
 	lanes := uint64(v.bytes / 4)
-	rows := func(label string, masked, neighbors bool) {
+	rows := func(label string, masked, neighbours bool) {
 		Label(label)
-		body(masked, neighbors)
+		body(masked, neighbours)
 		ADDQ(U32(4*packStride), R11)
 		ADDQ(R10, R12)
 		DECQ(RCX)
@@ -390,7 +390,7 @@ func (b *blendRow) loadRule() []Register {
 }
 
 // emit computes the results of a row.
-func (b *blendRow) emit(masked, neighbors bool) {
+func (b *blendRow) emit(masked, neighbours bool) {
 	c, t := b.c, b.t
 	b.load(packed(b.px), b.x, masked)
 	VMULPS(b.gate, b.x, t)
@@ -403,7 +403,7 @@ func (b *blendRow) emit(masked, neighbors bool) {
 		VFMADD213PS(b.add, b.value, c)
 	}
 
-	if neighbors {
+	if neighbours {
 		b.loadSelected(packed(b.pv).Offset(b.step), b.hasNear, t)
 		VFMADD231PS(t, b.near, c)
 		b.loadSelected(packed(b.pv).Offset(2*b.step), b.hasFar, t)
@@ -458,10 +458,10 @@ func blendSums(v isa) {
 		leftNear = v.selected(Mem{Base: rule, Disp: ruleLeftNear}, K3, r[6])
 		leftFar = v.selected(Mem{Base: rule, Disp: ruleLeftFar}, K4, r[7])
 		return []Register{leftNear, leftFar}
-	}, func(masked, neighbors bool) {
+	}, func(masked, neighbours bool) {
 		v.load(packed(px), x, masked)
 		v.load(packed(pg), g, masked)
-		if neighbors {
+		if neighbours {
 			v.loadSelected(packed(px).Offset(-4), leftNear, t)
 			VFMADD231PS(t, g, near)
 			v.loadSelected(packed(px).Offset(-8), leftFar, t)
@@ -505,7 +505,7 @@ func blendLearn(v isa, streamed bool) {
 			on: r[0], off: r[1], gate: r[2], near: r[3], far: r[4],
 			x: r[10], value: r[11], c: r[13], t: r[14], zero: r[16]},
 		sums: R15, above: r[5], totals: r[6:10], product: r[12],
-		neighbors: []neighbor{{ruleHasNear, K3, 1}, {ruleHasFar, K4, 2},
+		neighbours: []neighbour{{ruleHasNear, K3, 1}, {ruleHasFar, K4, 2},
 			{ruleLeftNear, K5, -1}, {ruleLeftFar, K6, -2}}}
 
 	Load(Param("dx"), b.py)
@@ -532,7 +532,7 @@ type learnRow struct {
 	sums           Register
 	above, product VecPhysical
 	totals         []VecPhysical
-	neighbors      []neighbor // neighbors in the gradient, followed by neighbors in x
+	neighbours     []neighbour // neighbors in the gradient, followed by neighbors in x
 }
 
 // loadRule loads the rule and the sums of a vector of columns, and returns the selections of columns that
@@ -550,7 +550,7 @@ func (b *learnRow) loadRule() (users []Register) {
 		VMOVUPS(Mem{Base: b.sums, Disp: i * array}, total)
 	}
 
-	for _, n := range b.neighbors {
+	for _, n := range b.neighbours {
 		users = append(users, b.selected(Mem{Base: b.rule, Disp: n.has}, n.mask, b.t))
 	}
 
@@ -558,7 +558,7 @@ func (b *learnRow) loadRule() (users []Register) {
 }
 
 // emit computes the results of a row, and adds the row to the sums.
-func (b *learnRow) emit(masked, neighbors bool) {
+func (b *learnRow) emit(masked, neighbours bool) {
 	x, g, c, t := b.x, b.value, b.c, b.t
 	PREFETCHT1(inMatrix(b.ahead))
 	b.load(packed(b.px), x, masked)
@@ -569,12 +569,12 @@ func (b *learnRow) emit(masked, neighbors bool) {
 	VCMPPS(Imm(notLessEqual), b.above, b.product, K2)
 	VADDPS(g, b.totals[0], K2, b.totals[0])
 	VFMADD231PS(x, g, K2, b.totals[1])
-	if neighbors {
-		for i, n := range b.neighbors[:2] {
+	if neighbours {
+		for i, n := range b.neighbours[:2] {
 			b.loadSelected(packed(b.pv).Offset(4*n.step), n.mask, t)
 			VFMADD231PS(t, []VecPhysical{b.near, b.far}[i], c)
 		}
-		for i, n := range b.neighbors[2:] {
+		for i, n := range b.neighbours[2:] {
 			b.loadSelected(packed(b.px).Offset(4*n.step), n.mask, t)
 			VFMADD231PS(t, g, b.totals[2+i])
 		}
