@@ -2084,7 +2084,6 @@ func (l *lifetime) profile() error {
 // used for another machine.
 func TestEveryCallFails(t *testing.T) {
 	seed := randomSeed(t)
-	r := rand.New(rand.NewPCG(seed, 6))
 	for _, call := range randtest.SampleOf(t, 8, []string{"cuMemAlloc", "cuMemHostAlloc", "cuMemGetInfo", "cuStreamCreate",
 		"cuEventCreate", "cuEventRecord",
 		"cuModuleLoadData", "cuModuleGetFunction", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync",
@@ -2097,7 +2096,7 @@ func TestEveryCallFails(t *testing.T) {
 			if strings.HasPrefix(call, "cublas") {
 				status = gpu.BlasNotSupported
 			}
-			met := 0
+			met, r := 0, rand.New(rand.NewPCG(seed, 6))
 			for nth := 1; nth < 5 || !testing.Short(); nth += 1 + r.IntN(2*nth) {
 				device, cuda := openFake(t, fake.Config{})
 				l, opts := newLifetime(t, newMuon),

@@ -20,22 +20,30 @@ import (
 // caused by the change under test and can be reproduced.
 func Seed(t testing.TB) uint64 {
 	t.Helper()
-	seed := rand.Uint64()
-	switch given := os.Getenv("KASMINA_SEED"); {
-	case given != "":
+	seed := newSeed(t)
+	if given := os.Getenv(seedVariable); given != "" {
 		n, err := strconv.ParseUint(given, 10, 64)
 		if err != nil {
-			t.Fatalf("KASMINA_SEED is %q, want a number from 0 to 2⁶⁴-1", given)
+			t.Fatalf("%s is %q, want a number from 0 to 2⁶⁴-1", seedVariable, given)
 		}
 		seed = n
-	case os.Getenv("CI") != "":
-		name := fnv.New64a()
-		name.Write([]byte(t.Name()))
-		seed = name.Sum64()
 	}
 
-	t.Logf("random seed: KASMINA_SEED=%d", seed)
+	t.Logf("random seed: %s=%d", seedVariable, seed)
 	return seed
+}
+
+// seedVariable is the environment variable with the seed of a test that is repeated.
+const seedVariable = "KASMINA_SEED"
+
+// newSeed returns a seed that depends only on the test's name if CI is set, and a new one otherwise.
+func newSeed(t testing.TB) uint64 {
+	if os.Getenv("CI") == "" {
+		return rand.Uint64()
+	}
+	name := fnv.New64a()
+	name.Write([]byte(t.Name()))
+	return name.Sum64()
 }
 
 // Long reports whether tests should check all cases and repeat their checks with more inputs, because the
@@ -50,11 +58,15 @@ func NeedsLong(t testing.TB, reason string) {
 	}
 }
 
-// Sample returns the cases of a table that a test checks. If [Long], these are all of them. Otherwise, they
-// are the cases named by always, and others drawn with the test's [Seed], n in total.
+// all reports whether a test checks all of its cases. It does so if [Long], and if the seed is given, because
+// a test that failed is then repeated, perhaps with -run, and the failing case must be among its cases.
+func all() bool { return Long() || os.Getenv(seedVariable) != "" }
+
+// Sample returns the cases of a table that a test checks. These are the cases named by always, and others
+// drawn at random, n in total. Long tests, and tests that are repeated with a given seed, check all of them.
 func Sample[Case any](t testing.TB, n int, cases map[string]Case, always ...string) map[string]Case {
 	t.Helper()
-	if Long() || n >= len(cases) {
+	if all() || n >= len(cases) {
 		return cases
 	}
 
@@ -68,7 +80,7 @@ func Sample[Case any](t testing.TB, n int, cases map[string]Case, always ...stri
 	}
 
 	names := slices.Sorted(maps.Keys(cases))
-	for _, i := range New(t).Perm(len(names)) {
+	for _, i := range rand.New(rand.NewPCG(newSeed(t), 0)).Perm(len(names)) {
 		if len(sample) >= n {
 			break
 		}
@@ -80,22 +92,22 @@ func Sample[Case any](t testing.TB, n int, cases map[string]Case, always ...stri
 // Ints is like [SampleOf] for the integers from first to last.
 func Ints(t testing.TB, n, first, last int) []int {
 	t.Helper()
-	var all []int
+	var numbers []int
 	for i := first; i <= last; i++ {
-		all = append(all, i)
+		numbers = append(numbers, i)
 	}
-	return SampleOf(t, n, all)
+	return SampleOf(t, n, numbers)
 }
 
 // SampleOf is like [Sample] for a list, which keeps its order. The first of the cases is always in the sample.
 func SampleOf[Case any](t testing.TB, n int, cases []Case) []Case {
 	t.Helper()
-	if Long() || n >= len(cases) {
+	if all() || n >= len(cases) {
 		return cases
 	}
 
 	indices := []int{0}
-	for _, i := range New(t).Perm(len(cases) - 1)[:n-1] {
+	for _, i := range rand.New(rand.NewPCG(newSeed(t), 0)).Perm(len(cases) - 1)[:n-1] {
 		indices = append(indices, 1+i)
 	}
 	slices.Sort(indices)

@@ -54,6 +54,12 @@ func TestSample(t *testing.T) {
 	require.Equal(t, cases, randtest.Sample(t, 9, cases))
 	require.Equal(t, []int{2, 3, 4}, randtest.Ints(t, 3, 2, 4))
 
+	t.Run("given seed", func(t *testing.T) {
+		t.Setenv("KASMINA_SEED", "3")
+		require.Equal(t, cases, randtest.Sample(t, 1, cases))
+		require.Equal(t, list, randtest.SampleOf(t, 1, list))
+	})
+
 	t.Run("short", func(t *testing.T) {
 		defer func() { require.True(t, t.Skipped()) }()
 		randtest.NeedsLong(t, "")
