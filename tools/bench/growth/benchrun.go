@@ -75,12 +75,20 @@ func (b *bench) train(ctx context.Context, j job, d *cudaops.Device, decisions *
 	last := t.Last()
 	r.Parameters, r.Steps, r.Tokens, r.FLOPs = last.Params, last.Step, last.RunTokens, last.Spent.FLOPs
 	r.Seconds = (last.Elapsed - watcher.evaluating).Seconds()
-	r.Weights, err = weightsSum(t.Model)
+	if r.Failed == "" {
+		r.Weights, err = weightsSum(t.Model)
+	}
 	return r, err
 }
 
 // weightsSum returns the SHA-256 of the names and values of a model's parameters.
 func weightsSum(m *llm.Model) (string, error) {
+	done, err := m.Current()
+	if err != nil {
+		return "", err
+	}
+	defer done()
+
 	const atATime = 1 << 20
 	sum := sha256.New()
 	for _, p := range m.Params {
