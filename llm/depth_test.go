@@ -513,7 +513,7 @@ func TestForecastIsRecorded(t *testing.T) {
 	require.Greater(t, len(notes), 8)
 	require.Contains(t, notes[0], "growth: the 1-block model would reach")
 	require.Regexp(t, `^growth: when it grew from 1 to 2 blocks at a share of 0\.\d+, the predicted final loss was `+
-		`\d\.\d+; the run ended at \d\.\d+, \d+\.\d % (above|below) it$`, notes[len(notes)-1])
+		`\d\.\d+; the run ended at \d\.\d+, \d+\.\d% (above|below) it$`, notes[len(notes)-1])
 	for _, note := range notes {
 		require.Contains(t, record.String(), note)
 	}

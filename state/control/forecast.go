@@ -19,7 +19,7 @@ import (
 // The model grows once three conditions hold:
 //   - its loss has become flat, as defined by [Depth], so the start of training is over;
 //   - growing now is better than never growing by more than Tolerance;
-//   - growing later is not better, or for the first growth, hardly better.
+//   - growing later is not better by more than Tolerance; see Patient.
 //
 // On a small budget, growth may never be worthwhile. The model then keeps its blocks, and Notes explains
 // why.
@@ -51,6 +51,10 @@ type Forecast struct {
 	// Tolerance is the difference, relative to the current loss, below which two predictions count as
 	// equal.
 	Tolerance float64
+	// Patient makes the model wait as long as growing later lowers the prediction at all and, for the first growth, by
+	// more than a fifth of Tolerance. According to the law, this lowers the final loss a little, but no run on a GPU has
+	// confirmed that yet (docs/lab/growth.md).
+	Patient bool `json:",omitempty"`
 	// Trained means that the model was trained before the run. Because the number of tokens is unknown,
 	// 20 tokens for each parameter in the model's blocks are assumed.
 	Trained bool `json:",omitempty"`
@@ -416,10 +420,14 @@ func (f *Forecast) view(r state.Report) (v view) {
 	}
 
 	margin := f.Tolerance * math.Abs(now.Loss)
-	waiting := 0.0
-	if len(eras) == 1 {
-		waiting = firstWaiting * margin
+	waiting := margin
+	switch {
+	case f.Patient && len(eras) == 1:
+		waiting *= firstWaiting
+	case f.Patient:
+		waiting = 0
 	}
+
 	flat := func() bool {
 		threshold := 1 / v.option.cost
 		if len(eras) > 1 {
@@ -460,10 +468,9 @@ func (f *Forecast) view(r state.Report) (v view) {
 // refusal explains why a model keeps its blocks.
 const refusal = "; it does not grow, because that would not pay off by the end of the run"
 
-// firstWaiting is the difference by which a later first growth must end lower for the model to wait, relative to the
-// margin between other predictions. The law leaves out the start of training, in which a model learns as fast with few
-// blocks, and therefore places the first growth up to twice too late. It is right about further ones, for which the model
-// waits as long as that lowers the prediction at all.
+// firstWaiting is the part of Tolerance by which a later first growth must end lower for a patient model to wait. The law
+// leaves out the start of training, in which a model learns as fast with few blocks, and therefore places the first
+// growth up to twice too late. It is right about further ones.
 const firstWaiting = 0.2
 
 // laterFlat is the threshold of isFlat for further growths. The first growth may take place on a short

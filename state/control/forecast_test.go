@@ -197,17 +197,24 @@ func TestForecastGrowsTwice(t *testing.T) {
 func TestForecastWideBlocks(t *testing.T) {
 	f := control.NewForecast(blueprints.Stack, 4)
 	f.Growths = 2
-	got := simulation{blocks: 3, epochs: 500, budget: 24, block: 7.1e6, size: 37e6}.run(t, f)
+	s := simulation{blocks: 3, epochs: 500, budget: 24, block: 7.1e6, size: 37e6}
+	got := s.run(t, f)
 	require.Equal(t, 12, got.blocks, got.notes)
 	require.Less(t, got.share, 0.1)
 	require.False(t, got.rolledBack)
 
-	// The second growth waits until a token of the model with 6 blocks is worth less than its cost, according to the law.
-	s := simulation{}
+	// A patient model delays its second growth until a token of the model with 6 blocks is worth less than its cost,
+	// according to the law, and ends lower.
+	patient := control.NewForecast(blueprints.Stack, 4)
+	patient.Growths, patient.Patient = 2, true
+	hasty := got
+	got = s.run(t, patient)
 	difference := (1/math.Sqrt(6) - 1/math.Sqrt(12)) / math.Sqrt(37e6)
 	best := math.Pow((math.Cbrt(s.cost(12)/s.cost(6))-1)/difference, 2)
 	require.Len(t, got.worth, 2)
 	require.InEpsilon(t, best, got.worth[1], 0.2)
+	require.Less(t, hasty.worth[1], best/2)
+	require.Less(t, got.loss, hasty.loss)
 }
 
 // TestForecastWaitsForTheFall checks that a second growth does not take place while the loss falls fast after
@@ -409,25 +416,29 @@ func TestForecastByRecordedCurves(t *testing.T) {
 		}
 
 		cost := func(blocks int) float64 { return float64(blocks)*1.065 + 2.1 } // millions per token
-		f := control.NewForecast(blueprints.Stack, 12/want.blocks)
-		f.Costs(func(_ blueprints.Kind, size int) float64 { return cost(size*want.blocks) / cost(want.blocks) })
-		f.Plan(func() state.RunPlan {
-			return state.RunPlan{Blocks: want.blocks, Parameters: float64(want.blocks) * 0.8e6,
-				EpochTokens: want.tokens / float64(len(run.Curve))}
-		})
-		grown := 1.0
-		r := state.Report{Site: blueprints.Depth, Seeds: make([]state.SeedReport, 1)}
-		for i, p := range run.Curve {
-			r.Epoch = i + 1
-			r.Curve = append(r.Curve, state.Point{Epoch: i + 1, Share: p[0], Loss: p[1]})
-			if len(f.Decide([]state.Report{r})) > 0 {
-				grown = p[0]
-				break
+		decided := func(patient bool) (share float64) {
+			f := control.NewForecast(blueprints.Stack, 12/want.blocks)
+			f.Patient = patient
+			f.Costs(func(_ blueprints.Kind, size int) float64 { return cost(size*want.blocks) / cost(want.blocks) })
+			f.Plan(func() state.RunPlan {
+				return state.RunPlan{Blocks: want.blocks, Parameters: float64(want.blocks) * 0.8e6,
+					EpochTokens: want.tokens / float64(len(run.Curve))}
+			})
+			r := state.Report{Site: blueprints.Depth, Seeds: make([]state.SeedReport, 1)}
+			for i, p := range run.Curve {
+				r.Epoch = i + 1
+				r.Curve = append(r.Curve, state.Point{Epoch: i + 1, Share: p[0], Loss: p[1]})
+				if len(f.Decide([]state.Report{r})) > 0 {
+					return p[0]
+				}
 			}
+			return 1
 		}
 
-		require.GreaterOrEqual(t, grown, want.from, run.Run)
-		require.LessOrEqual(t, grown, want.to, run.Run)
+		hasty, patient := decided(false), decided(true)
+		require.GreaterOrEqual(t, hasty, want.from, run.Run)
+		require.GreaterOrEqual(t, patient, hasty, run.Run)
+		require.LessOrEqual(t, patient, want.to, run.Run)
 	}
 }
 

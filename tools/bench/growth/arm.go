@@ -27,6 +27,7 @@ type arm struct {
 	shares    []float64 // of the budget, one for each growth; empty if the controller decides
 	curve     bool      // control.Depth decides by the curve alone, without bounds
 	forecast  bool      // control.Forecast decides, within the given number of growths
+	patient   bool      // the control.Forecast is patient
 	kind      string    // stack, interleave, middle or new
 	rate      float64   // peak learning rate; 0 for the best rate of the static arms
 	optimizer string    // one of optim.ChoiceNames
@@ -51,7 +52,8 @@ var armKeys = []struct {
 		return err
 	}, func(a arm) string { return formatList(a.blocks) }},
 	{"share", "auto", func(a *arm, v string) (err error) {
-		a.shares, a.curve, a.forecast = nil, v == "curve", v == "forecast"
+		a.shares, a.curve, a.patient = nil, v == "curve", v == "patient"
+		a.forecast = a.patient || v == "forecast"
 		if a.curve || a.forecast || v == "auto" {
 			return nil
 		}
@@ -61,6 +63,8 @@ var armKeys = []struct {
 		switch {
 		case a.curve:
 			return "curve"
+		case a.patient:
+			return "patient"
 		case a.forecast:
 			return "forecast"
 		}
@@ -287,7 +291,7 @@ func (a arm) controller() state.Controller {
 	kind, size, _ := a.growth(0) // check has seen it
 	if a.forecast {
 		f := control.NewForecast(kind, size)
-		f.Growths = len(a.blocks) - 1
+		f.Growths, f.Patient = len(a.blocks)-1, a.patient
 		if a.multiplies() {
 			f.Size = a.depth() / a.blocks[0]
 		}

@@ -43,7 +43,8 @@ func parseBench(args []string, stderr io.Writer) (o benchOptions, err error) {
 
 Compares growing models with static models on equal budgets and prints a table. An arm is written as
 blocks=12,lr=0.002 (a static model) or blocks=3-12,share=0.1 (a model that grows). Without lr, the
-learning rate is tuned. With share=forecast, control.Forecast decides whether, when and how much to grow.
+learning rate is tuned. With share=forecast, control.Forecast decides whether, when and how much to grow,
+and with share=patient, it waits for the best moment (control.Forecast.Patient).
 Without share, control.Depth decides when to grow, and with share=curve it decides by the loss curve
 alone. Other keys are kind=stack|interleave|middle|new,
 optimizer=%s, decay=cosine|linear|late, rewarm=STEPS, moments=kept|fresh,

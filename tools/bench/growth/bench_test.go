@@ -29,6 +29,7 @@ func TestArmText(t *testing.T) {
 		"lr=2e-3,blocks=12,kind=stack":         "blocks=12,lr=0.002",
 		"blocks=3-12,share=auto":               "blocks=3-12",
 		"blocks=3-12,share=curve":              "blocks=3-12,share=curve",
+		"blocks=3-6-12,share=patient":          "blocks=3-6-12,share=patient",
 		"blocks=3-6-12,share=0.05-0.2":         "blocks=3-6-12,share=0.05-0.2",
 		"blocks=4-12,share=0.1,kind=middle":    "blocks=4-12,share=0.1,kind=middle",
 		"blocks=2-3,share=0.1,kind=new":        "blocks=2-3,share=0.1,kind=new",

@@ -84,7 +84,7 @@ func (p plan) trials(j job) (trials []job) {
 // static returns the static arm with the same final depth.
 func (a arm) static() arm {
 	plain, _ := parseArm("blocks=1")
-	a.blocks, a.shares, a.curve, a.forecast = []int{a.depth()}, nil, false, false
+	a.blocks, a.shares, a.curve, a.forecast, a.patient = []int{a.depth()}, nil, false, false, false
 	a.kind, a.rewarm, a.moments, a.boundary = plain.kind, plain.rewarm, plain.moments, plain.boundary
 	return a
 }
