@@ -901,7 +901,6 @@ func (k *fakeKernels) DecodeAttention(l *fake.Launch, a decode.Attention) {
 		}
 	}
 
-	checkAhead(l, a.Ahead)
 	q, key := slices.Clone(floatsAt(l, a.Q, qd)), keys[p*kd:][:kd]
 	copy(key, floatsAt(l, a.K, kd))
 	copy(values[p*kd:], floatsAt(l, a.V, kd))
@@ -954,7 +953,6 @@ func (k *fakeKernels) SampleTokens(l *fake.Launch, a sample.Tokens) {
 
 func (k *fakeKernels) DecodeProduct(l *fake.Launch, a decode.Product) {
 	y := rowProduct(l, a.X, a.W, a.Columns, a.D, a.Norm)
-	checkAhead(l, a.Ahead)
 	if a.C != 0 {
 		for i, c := range floatsAt(l, a.C, a.Columns) {
 			y[i] += c
@@ -965,7 +963,6 @@ func (k *fakeKernels) DecodeProduct(l *fake.Launch, a decode.Product) {
 
 func (k *fakeKernels) DecodeGated(l *fake.Launch, a decode.Gated) {
 	y, h := rowProduct(l, a.X, a.W, 2*a.F, a.D, a.Norm), floatsAt(l, a.H, a.F)
-	checkAhead(l, a.Ahead)
 	if a.GELU {
 		layer.GELUMul(h, y[:a.F], y[a.F:])
 	} else {
@@ -1027,18 +1024,6 @@ func (k *fakeKernels) angles(l *fake.Launch, a decode.Paged, position int) (cos,
 	half := a.HeadDim / 2
 	at := func(p gpu.Ptr) []float32 { return floatsAt(l, p, a.Capacity*half)[position*half:][:half] }
 	return at(a.Cos), at(a.Sin)
-}
-
-// checkAhead checks that the memory to fetch exists.
-func checkAhead(l *fake.Launch, a decode.Ahead) {
-	for i, from := range a.From {
-		if (from == 0) != (a.Bytes[i] == 0) || from%16 != 0 || a.Bytes[i]%16 != 0 {
-			panic(fmt.Sprintf("fetches %d bytes at %#x", a.Bytes[i], from))
-		}
-		if from != 0 {
-			fake.Slice[byte](l, from, a.Bytes[i])
-		}
-	}
 }
 
 // rowProduct returns x·wᵀ for one row x, which is normalized first if there is a norm.

@@ -19,6 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
@@ -87,6 +88,7 @@ type decodeResult struct {
 	GBps        float64 `json:"gbps"`          // of weights, keys and values
 	HostTokens  float64 `json:"tok_s_host"`    // as programs see them
 	Prefill     float64 `json:"prefill_tok_s"` // of a second text with the same number of tokens
+	Forward     float64 `json:"forward_tok_s"` // of the forward pass of training, for one text of that length
 	Fingerprint string  `json:"fingerprint"`   // the first tokens and logits
 }
 
@@ -314,10 +316,11 @@ func (d *decoding) time(ctx context.Context) (r decodeResult, err error) {
 		return r, err
 	}
 
-	if d.texts == 1 {
-		if r.Prefill, err = d.prefill(ctx, texts[0]); err != nil {
-			return r, err
-		}
+	if r.Prefill, err = d.prefill(ctx, texts[0]); err != nil {
+		return r, err
+	}
+	if r.Forward, err = d.forward(ctx, model); err != nil {
+		return r, err
 	}
 
 	each := took.Seconds() / float64(d.tokens)
@@ -336,16 +339,43 @@ func (d *decoding) time(ctx context.Context) (r decodeResult, err error) {
 	return r, nil
 }
 
-// prefill returns the speed of reading a text, in tokens per second. The second pass over other tokens is timed.
+// prefill returns the speed of reading a text, in tokens per second. The last of four passes over different tokens is timed.
 func (d *decoding) prefill(ctx context.Context, t *text) (float64, error) {
 	var took time.Duration
-	for i := range 3 {
+	for i := range 4 {
 		tokens := make([]int, d.position)
 		for j := range tokens {
 			tokens[j] = (j*7907 + i + 1) % d.config.Vocab
 		}
 		began := time.Now()
 		if _, err := t.next(ctx, tokens); err != nil {
+			return 0, err
+		}
+		took = time.Since(began)
+	}
+	return float64(d.position) / took.Seconds(), nil
+}
+
+// forward returns the speed of the loss of a text, in tokens per second, which training computes before the gradients.
+func (d *decoding) forward(ctx context.Context, model *llm.Inference) (speed float64, err error) {
+	g, err := llm.BuildGraph(llm.Outline(d.config), llm.ForLoss, 1, llm.WithWindow(d.position))
+	if err != nil {
+		return 0, err
+	}
+	machine, err := model.Make(g)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { err = errors.Join(err, machine.Close()) }()
+
+	batch := data.Batch{Inputs: make([]int, d.position), Targets: make([]int, d.position)}
+	for j := range batch.Inputs {
+		batch.Inputs[j], batch.Targets[j] = (j*7907+1)%d.config.Vocab, (j*7919+1)%d.config.Vocab
+	}
+	var took time.Duration
+	for range 4 { // the first runs load kernels and record a CUDA graph
+		began := time.Now()
+		if _, err := (llm.Runner{Graph: g, Machine: machine}).RunContext(ctx, batch); err != nil {
 			return 0, err
 		}
 		took = time.Since(began)

@@ -114,7 +114,7 @@ func (x *timer) gatherOperands(calls []*program.Call) {
 	written := map[*program.Buffer]bool{}
 	for _, c := range calls {
 		for _, a := range c.Args {
-			if !a.Bound() || a.Role == program.Untimed || a.Role == program.Hint {
+			if !a.Bound() || a.Role == program.Untimed {
 				continue
 			}
 			p := x.pieces[a.Buffer]

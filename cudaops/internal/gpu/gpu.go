@@ -48,6 +48,11 @@ type DeviceInfo struct {
 // Capability returns the compute capability as nvcc writes it: 90 for 9.0.
 func (d DeviceInfo) Capability() int { return 10*d.Major + d.Minor }
 
+// Overlaps reports whether the blocks of a kernel can form clusters, and kernels can start before their
+// predecessors have ended. The kernels' machine code for compute capabilities 9.0 and 10 waits for the
+// predecessor itself; the PTX that other GPUs run does not.
+func (d DeviceInfo) Overlaps() bool { return d.Capability() == 90 || d.Major == 10 }
+
 // Ptr is an address in device memory; zero is null.
 type Ptr uint64
 

@@ -52,25 +52,33 @@ func add(a *gpu.Args, values ...any) (err error) {
 	return nil
 }
 
-// add appends the struct with C's layout: its size is a multiple of 8 bytes if a field has 8 bytes.
+// add appends the struct with C's layout: its size is a multiple of its alignment.
 func (s Struct) add(a *gpu.Args) error {
 	var b gpu.Args
 	if err := add(&b, s...); err != nil {
 		return err
 	}
 
-	align := 4
-	for _, v := range s {
-		switch v.(type) {
-		case gpu.Ptr, int64:
-			align = 8
-		}
-	}
-
+	align := s.align()
 	if len(b.Packed())%align != 0 {
 		gpu.Add(&b, int32(0))
 	}
 
 	a.Struct(b.Packed(), align)
 	return nil
+}
+
+// align returns the struct's alignment in C: 8 bytes if it has a field of 8 bytes, and 4 bytes otherwise.
+func (s Struct) align() int {
+	for _, v := range s {
+		switch v := v.(type) {
+		case gpu.Ptr, int64:
+			return 8
+		case Struct:
+			if v.align() == 8 {
+				return 8
+			}
+		}
+	}
+	return 4
 }

@@ -36,8 +36,8 @@ type key struct{ unit, name string }
 type kernel struct {
 	*gpu.Function
 	shared int // the dynamic shared memory that it is allowed to use
-	// number of blocks or clusters that run at once on the whole GPU, by threads and shared memory
-	resident map[[2]int]int
+	// number of blocks or clusters that run at once on the whole GPU, by threads, shared memory and cluster size
+	resident map[[3]int]int
 }
 
 // New returns the kernels for a context.
@@ -87,7 +87,7 @@ func (k *Set) function(unit, name string, shared int) (*kernel, error) {
 		if err != nil {
 			return nil, fmt.Errorf("kernels: %s: %w", unit, err)
 		}
-		f = &kernel{fn, 47 << 10, map[[2]int]int{}}
+		f = &kernel{fn, 47 << 10, map[[3]int]int{}}
 		k.kernels[key{unit, name}] = f
 	}
 
@@ -123,10 +123,7 @@ func (q *Queue) enqueue(unit, name string, c gpu.LaunchConfig, args []any) error
 			c.Grid)
 	}
 
-	// Overlapping kernels must wait for the preceding kernel themselves (see overlap.cuh). The
-	// machine code for compute capabilities 9.0 and 10 does; the PTX that other GPUs run does not.
-	capability := q.Info.Capability()
-	c.Overlap = c.Overlap && (capability == 90 || capability/10 == 10)
+	c.Overlap = c.Overlap && q.Info.Overlaps() // see overlap.cuh
 	var a gpu.Args
 	if err := add(&a, args...); err != nil {
 		return fmt.Errorf("kernels: %s: %w", name, err)
@@ -196,7 +193,7 @@ func (k *Set) resident(unit, name string, c gpu.LaunchConfig) (int, error) {
 
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	key := [2]int{c.Block.Count(), c.Shared}
+	key := [3]int{c.Block.Count(), c.Shared, c.Cluster.Count()}
 	if f.resident[key] == 0 {
 		n, err := k.Ctx.Resident(f.Function, c)
 		if err != nil {

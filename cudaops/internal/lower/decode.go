@@ -3,7 +3,6 @@ package lower
 import (
 	"slices"
 
-	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/decode"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/norm"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
@@ -20,7 +19,6 @@ type Decoding struct {
 	Packed  bool // products read weights in float8 and NF4 as they are stored
 	Norms   bool // products of one row normalize it themselves
 	Early   bool // a launch may start before the preceding one has ended
-	Ahead   int  // bytes of later weights that a launch fetches into the cache; 0 by default
 }
 
 // decoding applies the passes to a program that attends to cached keys and values.
@@ -46,16 +44,12 @@ func (c *compiler) decoding() {
 		return
 	}
 
-	later := c.Calls[first+1:]
 	if d.Early {
-		for _, call := range later {
-			if o := overlapOf(call); o != nil {
-				*o.early = true
+		for _, call := range c.Calls[first+1:] {
+			if early := overlapOf(call); early != nil {
+				*early = true
 			}
 		}
-	}
-	if d.Ahead > 0 {
-		fetchAhead(later, d.Ahead)
 	}
 }
 
@@ -137,7 +131,7 @@ func (c *compiler) foldNorm(call *program.Call, rest []*program.Call) bool {
 			readers = append(readers, r)
 		}
 		overwritten = overwritten || slices.ContainsFunc(later.Args, func(a program.Arg) bool {
-			return a.Buffer == x.Buffer && a.Role != program.Read && a.Role != program.Hint
+			return a.Buffer == x.Buffer && a.Role != program.Read
 		})
 	}
 	if len(readers) == 0 {
@@ -160,92 +154,24 @@ func (c *compiler) drop(arrays ...*program.Array) {
 	})
 }
 
-// overlap points to the fields of a launch that describe its overlap with other launches.
-type overlap struct {
-	early   *bool
-	ahead   *decode.Ahead // nil if the launch fetches nothing
-	weights []*program.Array
-}
-
-// operands returns the arrays bound to fields of a call.
-func operands(call *program.Call, fields ...*gpu.Ptr) (all []*program.Array) {
-	for _, f := range fields {
-		if a := call.Operand(f); a != nil {
-			all = append(all, a.Array)
-		}
-	}
-	return all
-}
-
-// overlapOf returns the overlap of a call, or nil if the call waits for the preceding one to end.
-func overlapOf(call *program.Call) *overlap {
+// overlapOf returns the field of a call's launch that lets the next launch start early, or nil if the call waits for the
+// preceding one to end.
+func overlapOf(call *program.Call) (early *bool) {
 	switch l := call.Params.(type) {
 	case *decode.Product:
-		return &overlap{&l.Early, &l.Ahead, operands(call, &l.W)}
+		return &l.Early
 	case *decode.Gated:
-		return &overlap{&l.Early, &l.Ahead, operands(call, &l.W)}
+		return &l.Early
 	case *decode.RowsProduct:
-		return &overlap{&l.Early, &l.Ahead, operands(call, &l.W)}
+		return &l.Early
 	case *decode.PackedProduct:
-		return &overlap{&l.Early, &l.Ahead, operands(call, &l.Parts[0].Codes, &l.Parts[1].Codes, &l.Parts[2].Codes)}
+		return &l.Early
 	case *decode.Attention:
-		return &overlap{&l.Early, &l.Ahead, nil}
+		return &l.Early
 	case *decode.Paged:
-		return &overlap{&l.Early, &l.Ahead, nil}
+		return &l.Early
 	case *decode.NormRows:
-		return &overlap{&l.Early, nil, nil}
+		return &l.Early
 	}
 	return nil
-}
-
-// aheadUnit is the unit of sizes that are fetched ahead.
-const aheadUnit = 128
-
-// fetchAhead makes each call fetch the next weights into the cache, as many bytes as given, unless an earlier call
-// has fetched them. A call without weights leaves the memory idle for longer and fetches twice as much.
-func fetchAhead(calls []*program.Call, bytes int) {
-	type piece struct {
-		*program.Array
-		start int // in the sequence of all weights
-	}
-	var weights []piece
-	total := 0
-	ends := make([]int, len(calls))
-	for i, call := range calls {
-		if o := overlapOf(call); o != nil {
-			for _, w := range o.weights {
-				if w.Resident {
-					weights = append(weights, piece{w, total})
-					total += w.Extent()
-				}
-			}
-		}
-		ends[i] = total
-	}
-
-	fetched := 0
-	for i, call := range calls {
-		o := overlapOf(call)
-		if o == nil || o.ahead == nil {
-			continue
-		}
-		until := ends[i] + bytes
-		if o.weights == nil {
-			until += bytes
-		}
-
-		at := max(fetched, ends[i])
-		for n := 0; n < len(o.ahead.From) && at < min(until, total); n++ {
-			k := slices.IndexFunc(weights, func(p piece) bool { return at < p.start+p.Extent() })
-			w := weights[k]
-			from := (at - w.start) / aheadUnit * aheadUnit
-			at = min(until, w.start+w.Extent())
-			if size := (at - w.start - from) / aheadUnit * aheadUnit; size > 0 && w.At%program.VectorBytes == 0 {
-				o.ahead.Bytes[n] = size
-				call.Args = append(call.Args, program.Hints(&o.ahead.From[n], &program.Array{Buffer: w.Buffer,
-					At: w.At + from, Type: gpu.Uint8, Shape: []int{size}}))
-			}
-		}
-		fetched = max(fetched, at)
-	}
 }

@@ -81,60 +81,26 @@ func TestDecodingNorms(t *testing.T) {
 	require.Equal(t, []float64{1e-5}, folded)
 }
 
-// TestDecodingAhead checks that launches fetch the weights of later ones: each byte at most once, in order, and never
-// their own.
-func TestDecodingAhead(t *testing.T) {
-	const bytes = 5 << 10
-	p := decodingGraph(t, lower.Decoding{Norms: true, Early: true, Ahead: bytes}, nil)
-	type place struct {
-		buffer *program.Buffer
-		at     int
-	}
-	fetched, read := map[place]bool{}, map[*program.Buffer]bool{}
-	early, all, seen := 0, 0, false
-	for _, call := range p.Calls {
+// TestDecodingEarly checks that all launches after the first one, which waits for everything, may overlap.
+func TestDecodingEarly(t *testing.T) {
+	early, seen := 0, false
+	for _, call := range decodingGraph(t, lower.Decoding{Norms: true, Early: true}, nil).Calls {
 		var isEarly bool
-		var ahead *decode.Ahead
-		var weights *gpu.Ptr
 		switch l := call.Params.(type) {
 		case *decode.Product:
-			isEarly, ahead, weights = l.Early, &l.Ahead, &l.W
+			isEarly = l.Early
 		case *decode.Gated:
-			isEarly, ahead, weights = l.Early, &l.Ahead, &l.W
+			isEarly = l.Early
 		case *decode.Attention:
-			isEarly, ahead = l.Early, &l.Ahead
+			isEarly = l.Early
 		default:
 			seen = true
 			continue
 		}
-		require.Equal(t, seen, isEarly, "only launches after one that waits for everything are early")
+		require.Equal(t, seen, isEarly, "%s", call.Op)
 		early++
-		if weights != nil {
-			w := call.Operand(weights)
-			read[w.Buffer] = true
-		}
-		total := 0
-		for i := range ahead.From {
-			a := call.Operand(&ahead.From[i])
-			if a == nil {
-				require.Zero(t, ahead.Bytes[i])
-				continue
-			}
-			require.Equal(t, program.Hint, a.Role)
-			require.False(t, read[a.Buffer], "%s fetches weights that have been read", call.Op)
-			require.Zero(t, a.At%16)
-			require.LessOrEqual(t, a.At+ahead.Bytes[i], a.Buffer.Bytes)
-			for at := a.At; at < a.At+ahead.Bytes[i]; at += 128 {
-				require.False(t, fetched[place{a.Buffer, at}], "%s fetches the same bytes again", call.Op)
-				fetched[place{a.Buffer, at}] = true
-			}
-			total += ahead.Bytes[i]
-		}
-		require.LessOrEqual(t, total, 2*bytes)
-		all += total
 	}
 	require.Equal(t, 6, early)
-	require.Greater(t, all, 16<<10)
 }
 
 // TestFirstLaunchIsNotEarly checks that a program whose first launch overlaps with its predecessor does not let a later
@@ -151,7 +117,7 @@ func TestFirstLaunchIsNotEarly(t *testing.T) {
 		kvcache.Config{Heads: 4, KVHeads: 4, HeadDim: 16, Capacity: 128}))
 	products := 0
 	for i, call := range passtest.Lower(t, g, lower.Options{Asked: graph.Asked{Params: params},
-		Decoding: lower.Decoding{Early: true, Ahead: 1 << 20}}).Calls {
+		Decoding: lower.Decoding{Early: true}}).Calls {
 		if l, ok := call.Params.(*decode.Product); ok {
 			require.Equal(t, products, i, "the first calls are not products")
 			require.False(t, l.Early)

@@ -97,7 +97,6 @@ const (
 	Update       // read and written
 	Scratch      // written, but meaningless afterwards except to later calls of the same op
 	Untimed      // read, but passed as null while variants are timed
-	Hint         // addressed, but neither read nor written, such as memory to prefetch
 )
 
 // Reads returns an operand that is read.
@@ -112,15 +111,12 @@ func Updates[F Field](field F, a *Array) Arg { return operand(field, a, Update) 
 // Uses returns an operand that serves as scratch memory.
 func Uses[F Field](field F, a *Array) Arg { return operand(field, a, Scratch) }
 
-// Hints returns an operand of which only the address is used.
-func Hints[F Field](field F, a *Array) Arg { return operand(field, a, Hint) }
-
 // Bytes returns the number of bytes that the call moves. Each array counts once, or twice if it is both
 // read and written.
 func (c *Call) Bytes() (n float64) {
 	for i, a := range c.Args {
 		same := func(b Arg) bool { return b.Array == a.Array }
-		if a.Role == Hint || slices.ContainsFunc(c.Args[:i], same) {
+		if slices.ContainsFunc(c.Args[:i], same) {
 			continue
 		}
 		n += float64(a.Extent())
@@ -152,7 +148,7 @@ func (c *Call) Operand(field *gpu.Ptr) *Arg {
 func (c *Call) Conflicts(d *Call) bool {
 	writes := func(c, d *Call) bool {
 		return slices.ContainsFunc(c.Args, func(a Arg) bool {
-			return a.Role != Read && a.Role != Hint && d.Touches(a.Buffer)
+			return a.Role != Read && d.Touches(a.Buffer)
 		})
 	}
 	return writes(c, d) || writes(d, c)

@@ -28,8 +28,7 @@ type Attention struct {
 	Parts                    gpu.Ptr // workspace of PartsBytes
 	Arrived                  gpu.Ptr // Counters elements of uint32, zero before and after a launch
 	Type                     gpu.DType
-	Early                    bool // see Overlap; the launch also fetches keys and values into the cache
-	Ahead                    Ahead
+	Early                    bool // see Overlap; the launch also loads keys and values early
 }
 
 // Geometry holds the sizes and the scale of an Attention.
@@ -96,12 +95,58 @@ func (a Attention) Launch(q *kernel.Queue) {
 			a.HeadDim, maxDim)
 	}
 
+	if a.clustered(q.Info) {
+		g := a.clusterHeads()
+		q.Run("decode_cluster", fmt.Sprintf("decode_cluster_%d_%d%s", a.lanes(), g, kernel.Suffix(a.Type)),
+			gpu.LaunchConfig{Grid: gpu.Dim{X: clusterBlocks, Y: a.KVHeads, Z: kernel.CeilDiv(a.Heads/a.KVHeads, g)},
+				Block: gpu.Dim{X: threads}, Cluster: gpu.Dim{X: clusterBlocks}, Shared: a.clusterShared(), Overlap: true},
+			a.args(0))
+		return
+	}
+
 	slices := a.slices(q.Info)
 	q.Run("decode_attention",
 		fmt.Sprintf("decode_attention_%d_%d%s", a.lanes(), a.together(), kernel.Suffix(a.Type)),
 		gpu.LaunchConfig{Grid: gpu.Dim{X: slices, Y: a.KVHeads, Z: a.blocks()},
 			Block: gpu.Dim{X: threads}, Overlap: true},
-		kernel.Struct{a.Q, a.K, a.V, a.Y, a.Keys, a.Values, a.Cos, a.Sin, a.Position, a.Parts,
-			a.Arrived, a.Heads, a.KVHeads, a.HeadDim, a.Capacity, a.Window, slices, a.Scale,
-			a.packed(), a.Early, a.Ahead.args()})
+		a.args(slices))
+}
+
+func (a Attention) args(slices int) kernel.Struct {
+	return kernel.Struct{a.Q, a.K, a.V, a.Y, a.Keys, a.Values, a.Cos, a.Sin, a.Position, a.Parts, a.Arrived, a.Heads,
+		a.KVHeads, a.HeadDim, a.Capacity, a.Window, slices, a.Scale, a.packed(), a.Early}
+}
+
+// clusterBlocks and minClusters belong to decode_cluster.cu: the blocks of a cluster, and the smallest number of
+// clusters that are as fast as the kernels without clusters, which can divide the positions among more blocks.
+const (
+	clusterBlocks = 8
+	minClusters   = 4
+)
+
+// clustered reports whether the blocks of a head form a cluster.
+func (a Attention) clustered(d gpu.DeviceInfo) bool {
+	return d.Overlaps() && (a.Type == gpu.BFloat16 || a.Type == gpu.Float16) && a.packed() &&
+		kernel.Aligned(a.K, a.V, a.Cos, a.Sin) && a.HeadDim == a.lanes()*elements &&
+		a.KVHeads*kernel.CeilDiv(a.Heads/a.KVHeads, a.clusterHeads()) >= minClusters && a.clusterShared() <= d.SharedPerBlock
+}
+
+// clusterHeads returns the number of query heads that a block of a cluster computes at once.
+func (g Geometry) clusterHeads() int {
+	if g.Heads == g.KVHeads {
+		return 1
+	}
+	return g.together()
+}
+
+// clusterShared returns the size of struct Shared in decode_cluster.cu.
+func (g Geometry) clusterShared() int {
+	rounds, merged, heads := 8, g.clusterHeads(), g.clusterHeads()
+	if g.lanes() == 8 {
+		rounds = 4
+	}
+	if merged*g.lanes() > 128 {
+		merged = 4
+	}
+	return rounds*2*16*threads + 4*(merged*threads/32+clusterBlocks*heads)*(2+g.lanes()*elements)
 }

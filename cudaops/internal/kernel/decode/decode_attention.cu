@@ -17,8 +17,6 @@ template <class T, int L, int G> __device__ __forceinline__ void attendSlice(con
       const int slices = slicesOf(int(position) + 1 - firstVisible(a, position), a.slices, &keys);
       if (int(blockIdx.x) < slices) fetchSlice<T, kThreads>(a, position, blockIdx.y, blockIdx.x, keys, Rows());
     }
-    const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-    prefetch(a.ahead, block, gridDim.x * gridDim.y * gridDim.z);
     releaseNext();
   }
   awaitPrevious();

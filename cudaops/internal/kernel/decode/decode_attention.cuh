@@ -15,7 +15,6 @@
 // reproducible. The number of slices depends only on the position, which the kernel reads from
 // memory. A single captured launch can therefore be replayed for every position.
 #pragma once
-#include "ahead.cuh"
 #include "common.cuh"
 #include "element.cuh"
 
@@ -36,7 +35,6 @@ struct Attention {
   float scale;
   int packed;  // whether queries, keys and values can be read 16 bytes at a time
   int early;  // the next kernel may start before the preceding one has ended
-  Ahead ahead;
 };
 
 // features returns the lane's features of a head's row, with zeros past the end of the row.

@@ -6,28 +6,14 @@
 // have separate softmaxes, which are merged at the end. decode_append must have stored the rows' own keys and values.
 //
 // The rotated queries and the attention weights are rounded to the storage type.
-#include "decode_attention.cuh"
+#include "decode_grouped.cuh"
 #include "mma.cuh"
-#include "overlap.cuh"
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarp, kKeys = 64, kHeads = 16, kStages = 3;
 
-struct Args {
-  const void *q, *k, *v;  // rows of heads·dim and kvHeads·dim elements, `strides` apart
-  void *y, *keys, *values;  // [rows, heads·dim], [pages, kPageTokens, kvHeads·dim]
-  const float *cosines, *sines;  // [capacity, dim/2]; null without RoPE
-  const int64_t* table;  // [rows, columns]
-  float* parts;  // [rows, heads, slices, dim + 2]
-  unsigned* arrived;  // [rows, groups, kvHeads], zero before and after
-  int heads, kvHeads, dim, capacity, window, slices;
-  float scale;
-  int packed, rows, columns, queryStride, keyStride, valueStride;
-  int early;  // see Overlap in product.go
-  Ahead ahead;
-};
-
 // Launch: kThreads threads, [slices, kvHeads, rows] blocks, with shared memory for kStages tiles of keys and of values.
-template <class T, int D> __device__ __forceinline__ void attendGrouped(const Args& a) {
+template <class T, int D> __device__ __forceinline__ void attendGrouped(const Grouped& grouped) {
+  const Paged& a = grouped.paged;
   extern __shared__ __align__(128) char memory[];
   __shared__ __align__(128) T queries[kHeads * D];
   __shared__ float shares[kHeads][kMostSlices], sums[kHeads];
@@ -35,10 +21,8 @@ template <class T, int D> __device__ __forceinline__ void attendGrouped(const Ar
   constexpr int tileBytes = kKeys * D * 2, chunks = D / 8, perWarp = kKeys / kWarps;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, kv = blockIdx.y, r = blockIdx.z;
   const int group = a.heads / a.kvHeads, width = a.kvHeads * D, first = kv * group;
-  prefetch(a.ahead, (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x, gridDim.x * gridDim.y * gridDim.z);
-  if (a.early) releaseNext();
-  awaitPrevious();
-  if (!a.early) releaseNext();
+  await(a);
+  if (grouped.tokens > 0 && Chunk(a, r, grouped.tokens).count > 0) return;
 
   const int64_t* row = a.table + int64_t(r) * a.columns;
   const int64_t position = row[0];
@@ -209,7 +193,7 @@ template <class T, int D> __device__ __forceinline__ void attendGrouped(const Ar
 }
 
 #define DEFINE(T)                                                                                                       \
-  extern "C" __global__ void __launch_bounds__(kThreads) decode_grouped_64_##T(Args a) { attendGrouped<T, 64>(a); } \
-  extern "C" __global__ void __launch_bounds__(kThreads) decode_grouped_128_##T(Args a) { attendGrouped<T, 128>(a); }
+  extern "C" __global__ void __launch_bounds__(kThreads) decode_grouped_64_##T(Grouped a) { attendGrouped<T, 64>(a); } \
+  extern "C" __global__ void __launch_bounds__(kThreads) decode_grouped_128_##T(Grouped a) { attendGrouped<T, 128>(a); }
 DEFINE(bf16)
 DEFINE(f16)

@@ -6,36 +6,13 @@
 // they belong to the same sequence.
 #include "common.cuh"
 #include "decode_attention.cuh"
-#include "overlap.cuh"
+#include "decode_paged.cuh"
 
 constexpr int kThreads = 256;
 
-struct Args {
-  const void *q, *k, *v;  // rows of heads·dim and kvHeads·dim elements, `strides` apart
-  void *y, *keys, *values;  // [rows, heads·dim], [pages, kPageTokens, kvHeads·dim]
-  const float *cosines, *sines;  // [capacity, dim/2]; null without RoPE
-  const int64_t* table;  // [rows, columns]
-  float* parts;  // [rows, heads, slices, dim + 2]
-  unsigned* arrived;  // [rows, groups, kvHeads], zero before and after
-  int heads, kvHeads, dim, capacity, window, slices;
-  float scale;
-  int packed, rows, columns, queryStride, keyStride, valueStride;
-  int early;  // see Attention
-  Ahead ahead;
-};
-
-// await fetches the block's share of the memory ahead, and waits for the preceding kernel. `blocks` blocks
-// have numbers from 0.
-__device__ __forceinline__ void await(const Args& a, int block, int blocks) {
-  prefetch(a.ahead, block, blocks);
-  if (a.early) releaseNext();
-  awaitPrevious();
-  if (!a.early) releaseNext();
-}
-
 // Launch: one block per row.
-template <class T> __device__ __forceinline__ void append(const Args& a) {
-  await(a, -1, 1);
+template <class T> __device__ __forceinline__ void append(const Paged& a) {
+  await(a);
   const int64_t* row = a.table + int64_t(blockIdx.x) * a.columns;
   const int64_t position = row[0];
   if (position < 0 || position >= a.capacity) return;
@@ -53,9 +30,9 @@ template <class T> __device__ __forceinline__ void append(const Args& a) {
 }
 
 // Launch: kThreads threads, [slices, kvHeads · groups of G query heads, rows] blocks.
-template <class T, int L, int G> __device__ __forceinline__ void attendPaged(const Args& a) {
+template <class T, int L, int G> __device__ __forceinline__ void attendPaged(const Paged& a) {
   __shared__ SharedOf<L, G, (G * L > 128 ? 4 : G), kThreads> shared;
-  await(a, (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x, gridDim.x * gridDim.y * gridDim.z);
+  await(a);
   const int r = blockIdx.z, groups = gridDim.y / a.kvHeads, size = a.heads * a.dim;
   const int64_t* row = a.table + int64_t(r) * a.columns;
   const int64_t position = row[0];
@@ -78,9 +55,9 @@ template <class T, int L, int G> __device__ __forceinline__ void attendPaged(con
 }
 
 #define DEFINE_LANES(T, L)                                                                        \
-  extern "C" __global__ void __launch_bounds__(kThreads) decode_paged_##L##_4_##T(Args a) { attendPaged<T, L, 4>(a); } \
-  extern "C" __global__ void __launch_bounds__(kThreads) decode_paged_##L##_8_##T(Args a) { attendPaged<T, L, 8>(a); }
+  extern "C" __global__ void __launch_bounds__(kThreads) decode_paged_##L##_4_##T(Paged a) { attendPaged<T, L, 4>(a); } \
+  extern "C" __global__ void __launch_bounds__(kThreads) decode_paged_##L##_8_##T(Paged a) { attendPaged<T, L, 8>(a); }
 #define DEFINE(T)                                                                                     \
   DEFINE_LANES(T, 8) DEFINE_LANES(T, 16) DEFINE_LANES(T, 32)                                          \
-  extern "C" __global__ void __launch_bounds__(kThreads) decode_append_##T(Args a) { append<T>(a); }
+  extern "C" __global__ void __launch_bounds__(kThreads) decode_append_##T(Paged a) { append<T>(a); }
 FOR_STORAGE_TYPES(DEFINE)

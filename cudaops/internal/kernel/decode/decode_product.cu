@@ -11,20 +11,17 @@
 //
 // Each warp computes one row of w, or one row from each half, with kDeep 16-byte loads per lane in
 // flight. Sums are float32, and their order depends only on the shape.
-#include "ahead.cuh"
 #include "common.cuh"
 #include "element.cuh"
 #include "gate.cuh"
 #include "overlap.cuh"
 
 constexpr int kWarps = 4, kDeep = 8;
-constexpr int kPrefetching = 512;  // only the last blocks prefetch, so that the data are still in the cache when the next kernel reads them
 
 struct Args {
   void* y;
   const void *x, *w, *c;  // c may be null or y
   const float* norm;
-  Ahead ahead;
   int n, depth;  // n rows of y
   float eps;
   int steady;  // no kernel that may still be running writes w, so it can be read before the preceding kernel ends
@@ -80,7 +77,8 @@ template <class T, int R, int N, bool Full> struct Rows {
 };
 
 // multiply computes, for each of the n rows of the result, the products of x with R rows of w that are `apart` rows
-// from each other. One lane passes them to put(row, sums, added), where added is the row's element of c, or 0. Launch: kWarps warps per block, one warp per row.
+// from each other. One lane passes them to put(row, sums, added), where added is the row's element of c, or 0.
+// Launch: kWarps warps per block, one warp per row.
 template <class T, int N, int R, bool Normed, bool Full, class Put>
 __device__ __forceinline__ void multiply(const Args& a, int apart, Put put) {
   using Loads = Rows<T, R, N, Full>;
@@ -91,8 +89,6 @@ __device__ __forceinline__ void multiply(const Args& a, int apart, Put put) {
   int at = lane * N;
   Loads rows;
   if (a.steady && valid) rows.load(w, between, at, depth);
-  const int skipped = max(0, int(gridDim.x) - kPrefetching);
-  prefetch(a.ahead, int(blockIdx.x) - skipped, int(gridDim.x) - skipped);
   if (a.early) releaseNext();
   awaitPrevious();
   if (!a.early) releaseNext();

@@ -9,8 +9,7 @@
 // either half of w, and a warp has the same rows of both. Copies of w run kStages steps ahead, and those for the first
 // steps don't wait for the preceding kernel.
 //
-// If k is divided into ranges, the blocks of a tile form a cluster, and add up their ranges in order, a part each.
-#include "ahead.cuh"
+// If k is divided into ranges, the blocks of a tile form a cluster, and add up their ranges in order, a part each. 
 #include "common.cuh"
 #include "gate.cuh"
 #include "mma.cuh"
@@ -21,7 +20,6 @@ constexpr int kTile = 128, kDepth = 64, kStages = 4, kThreads = 128;
 struct Args {
   void* y;
   const void *x, *w, *c;  // c may be null or y
-  Ahead ahead;
   int rows, n, depth, ranges, steady, early, isGELU;  // n is the number of columns of y; see Overlap in product.go
 };
 
@@ -81,7 +79,6 @@ template <class T, int R, bool Gated> __device__ __forceinline__ void multiplyRo
   const int ahead = min(kStages - 1, to - from);
   if (a.steady)
     for (int i = 0; i < ahead; i++) copyW(from + i);
-  prefetch(a.ahead, blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
   if (a.early) releaseNext();
   awaitPrevious();
   if (!a.early) releaseNext();
@@ -106,22 +103,29 @@ template <class T, int R, bool Gated> __device__ __forceinline__ void multiplyRo
 
   T* y = static_cast<T*>(a.y);
   const T* c = static_cast<const T*>(a.c);
-  // put stores the sums of 8 rows of x.
-  const auto put = [&](int n, const float (&s)[2][4]) {
+  // put stores the sums of 8 rows of x, for tiles `from` to `to` of this warp's rows of w. All of c is read before y is
+  // written, because c may be y.
+  const auto put = [&](int n, int from, int to, const float (&s)[2][4]) {
+    const auto index = [&](int m, int e) {
+      const int column = first + warp * perWarp + m * 16 + lane / 4 + e / 2 * 8, row = n * 8 + lane % 4 * 2 + e % 2;
+      return row < a.rows && column < a.n ? int64_t(row) * a.n + column : -1;
+    };
+    float v[2][4];
 #pragma unroll
     for (int m = 0; m < (Gated ? 1 : 2); m++)
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        const int column = first + warp * perWarp + m * 16 + lane / 4 + e / 2 * 8, row = n * 8 + lane % 4 * 2 + e % 2;
-        if (row >= a.rows || column >= a.n) continue;
-        const int64_t i = int64_t(row) * a.n + column;
-        float v = s[m][e];
+        const int64_t i = index(m, e);
         if constexpr (Gated)
-          v = a.isGELU ? gateMul<T, true>(s[0][e], s[1][e]) : gateMul<T, false>(s[0][e], s[1][e]);
-        else if (c)
-          v += toFloat(c[i]);
-        y[i] = fromFloat<T>(v);
+          v[m][e] = a.isGELU ? gateMul<T, true>(s[0][e], s[1][e]) : gateMul<T, false>(s[0][e], s[1][e]);
+        else
+          v[m][e] = s[m][e] + (c && i >= 0 && m >= from && m < to ? toFloat(c[i]) : 0.0f);
       }
+#pragma unroll
+    for (int m = 0; m < (Gated ? 1 : 2); m++)
+#pragma unroll
+      for (int e = 0; e < 4; e++)
+        if (const int64_t i = index(m, e); i >= 0 && m >= from && m < to) y[i] = fromFloat<T>(v[m][e]);
   };
 
   if (a.ranges == 1) {
@@ -132,7 +136,7 @@ template <class T, int R, bool Gated> __device__ __forceinline__ void multiplyRo
       for (int m = 0; m < 2; m++)
 #pragma unroll
         for (int e = 0; e < 4; e++) s[m][e] = sum.c[m][n][e];
-      put(n, s);
+      put(n, 0, 2, s);
     }
     return;
   }
@@ -147,23 +151,27 @@ template <class T, int R, bool Gated> __device__ __forceinline__ void multiplyRo
 #pragma unroll
     for (int n = 0; n < R / 8; n++) sums[slot(m, n)] = make_float4(sum.c[m][n][0], sum.c[m][n][1], sum.c[m][n][2], sum.c[m][n][3]);
   awaitCluster();
-  for (int n = range; n < R / 8; n += a.ranges) {
+  // A block adds up some of the tiles of 8 rows of x, by either half of this warp's rows of w or both.
+  constexpr int halves = Gated ? 1 : 2;
+  for (int item = range; item < R / 8 * halves; item += a.ranges) {
+    const int n = item / halves, from = Gated ? 0 : item % 2, to = Gated ? 2 : from + 1;
     float s[2][4] = {};
-#pragma unroll 4
+#pragma unroll 8
     for (int r = 0; r < a.ranges; r++)
 #pragma unroll
-      for (int m = 0; m < 2; m++) {
-        const float4 v = loadFrom(r, base + slot(m, n) * sizeof(float4));
-        s[m][0] += v.x, s[m][1] += v.y, s[m][2] += v.z, s[m][3] += v.w;
-      }
-    put(n, s);
+      for (int m = 0; m < 2; m++)
+        if (m >= from && m < to) {
+          const float4 v = loadFrom(r, base + slot(m, n) * sizeof(float4));
+          s[m][0] += v.x, s[m][1] += v.y, s[m][2] += v.z, s[m][3] += v.w;
+        }
+    put(n, from, to, s);
   }
   awaitCluster();  // this block's shared memory lasts until all others have read it
 }
 
-#define DEFINE_ROWS(T, R)                                                                                      \
-  extern "C" __global__ void __launch_bounds__(kThreads) decode_rows_##R##_##T(Args a) { multiplyRows<T, R, false>(a); } \
-  extern "C" __global__ void __launch_bounds__(kThreads) decode_rows_gated_##R##_##T(Args a) { multiplyRows<T, R, true>(a); }
+#define DEFINE_KERNEL(T, name, ...) \
+  extern "C" __global__ void __launch_bounds__(kThreads) decode_rows##name##_##T(Args a) { multiplyRows<T, __VA_ARGS__>(a); }
+#define DEFINE_ROWS(T, R) DEFINE_KERNEL(T, _##R, R, false) DEFINE_KERNEL(T, _gated_##R, R, true)
 #define DEFINE(T) DEFINE_ROWS(T, 16) DEFINE_ROWS(T, 32) DEFINE_ROWS(T, 64)
 DEFINE(bf16)
 DEFINE(f16)

@@ -25,7 +25,8 @@ func TestAttention(t *testing.T) {
 	for i, c := range []struct{ heads, kvHeads, dim, tokens, window int }{
 		{1, 1, 1, 3, 0}, {3, 1, 6, 5, 0}, {2, 2, 64, 200, 0}, {8, 2, 128, 700, 0},
 		{14, 2, 64, 300, 0}, {4, 1, 256, 300, 70}, {9, 3, 80, 150, 20}, {20, 1, 16, 90, 0},
-		{32, 8, 64, 1030, 0}, {6, 6, 10, 40, 7},
+		{32, 8, 64, 1030, 0}, {6, 6, 10, 40, 7}, {4, 4, 64, 500, 0}, {64, 8, 128, 300, 0}, {30, 5, 80, 90, 33},
+		{5, 5, 256, 300, 70}, {16, 4, 256, 120, 0}, {6, 6, 16, 9, 7}, {8, 4, 96, 1200, 0}, {32, 4, 64, 333, 0},
 	} {
 		for _, dt := range kerneltest.StorageTypes {
 			for _, turned := range []bool{false, true} {
@@ -80,7 +81,7 @@ func decodeAll(g *kerneltest.Rig, s Geometry, tokens int, dt gpu.DType, turned b
 	arrived, _ := g.Upload(make([]float64, s.Counters()), kerneltest.F32, 0)
 	y := g.Alloc(qd, dt, 0)
 	a.Keys, a.Values, a.Y, a.Parts, a.Arrived = keys.Ptr, values.Ptr, y.Ptr, parts.Ptr, arrived.Ptr
-	a.Early, a.Ahead = s.Heads%2 == 0, Ahead{From: [2]gpu.Ptr{keys.Ptr}, Bytes: [2]int{16}}
+	a.Early = s.Heads%2 == 0
 	for p := first; p < tokens; p++ {
 		a.Position = g.UploadInts([]int{p})
 		at := func(b *kerneltest.Buffer, n int) gpu.Ptr { return b.Offset(p * n * dt.Size()) }
@@ -128,7 +129,7 @@ func cancelled(values, mean []float64) float64 {
 func TestProducts(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, c := range []struct{ rows, depth int }{{1, 1}, {5, 3}, {9, 64}, {130, 1000}, {513, 2048},
-		{70, 2056}, {70, 4096}, {33, 14336}, {4, 897}} {
+		{70, 2056}, {70, 4096}, {33, 14336}, {4, 897}, {9100, 64}, {3000, 576}, {1500, 2048}} {
 		for _, dt := range kerneltest.StorageTypes {
 			g.Scope(fmt.Sprintf("%+v/%v", c, dt), func(g *kerneltest.Rig) {
 				x, xr := g.Normal(c.depth, dt, i%2)
@@ -136,14 +137,8 @@ func TestProducts(t *testing.T) {
 				w, wr := g.Upload(scaled(g.Rand, 2*c.rows*c.depth, c.depth), dt, 0)
 				add, ar := g.Normal(c.rows, dt, 0)
 				y, h := g.Alloc(c.rows, dt, 0), g.Alloc(c.rows, dt, 1)
-				sums := make([]float64, 2*c.rows)
-				for r := range sums {
-					for d, v := range xr {
-						sums[r] += v * wr[r*c.depth+d]
-					}
-				}
+				sums := product(xr, wr, 1, 2*c.rows, c.depth)
 				o := Overlap{Steady: i%3 == 0, Early: i%2 == 0}
-				o.Ahead.From[1], o.Ahead.Bytes[1] = w.Ptr, 2*c.rows*c.depth*dt.Size()/16*16
 				p := Product{Y: y.Ptr, X: x.Ptr, W: w.Ptr, Columns: c.rows, D: c.depth, Type: dt,
 					Overlap: o}
 				g.Must(g.Launch(g.Stream, p))
@@ -155,13 +150,9 @@ func TestProducts(t *testing.T) {
 				}
 				g.Near("y + c", y, ar, kerneltest.Forward(dt))
 				factors, fr := g.Normal(c.depth, kerneltest.F32, 0)
-				normed, normedSums := make([]float64, c.depth), make([]float64, 2*c.rows)
+				normed := make([]float64, c.depth)
 				layer.RMSNorm(normed, make([]float64, 1), xr, fr, 1e-5)
-				for r := range normedSums {
-					for d, v := range normed {
-						normedSums[r] += v * wr[r*c.depth+d]
-					}
-				}
+				normedSums := product(normed, wr, 1, 2*c.rows, c.depth)
 				p.C, p.Norm = 0, Norm{factors.Ptr, 1e-5}
 				g.Must(g.Launch(g.Stream, p))
 				g.Near("normed", y, normedSums[:c.rows], kerneltest.Forward(dt))
@@ -211,6 +202,15 @@ func TestConstantsMatchSources(t *testing.T) {
 	kerneltest.MatchSource(t, "decode_grouped.cu", fmt.Sprintf("kWarps = %d,", groupedWarps),
 		fmt.Sprintf("kKeys = %d, kHeads = %d, kStages = %d;", groupedKeys, groupedHeads, groupedStages))
 	kerneltest.MatchSource(t, "decode_product.cu", fmt.Sprintf("kWarps = %d, kDeep = %d;", warps, deep))
+	kerneltest.MatchSource(t, "decode_packed.cu", fmt.Sprintf("kPackedWarps = %d, kChunk = %d,", packedWarps, packedChunk),
+		fmt.Sprintf("kMostParts = %d,", MostParts))
+	kerneltest.MatchSource(t, "decode_norm.cu", fmt.Sprintf("kThreads = %d;", normThreads))
+	kerneltest.MatchSource(t, "decode_rows.cu", fmt.Sprintf("kTile = %d, kDepth = %d, kStages = %d, kThreads = %d;",
+		rowsTile, rowsDepth, rowsStages, rowsThreads))
+	kerneltest.MatchSource(t, "decode_chunk.cu", fmt.Sprintf("kWarps = %d,", groupedWarps),
+		fmt.Sprintf("kKeys = %d, kStages = %d, kRows = 16 * kWarps;", groupedKeys, groupedStages))
+	kerneltest.MatchSource(t, "decode_cluster.cu", fmt.Sprintf("kThreads = %d, kBlocks = %d;", threads, clusterBlocks),
+		"rounds = L == 8 ? 4 : 8,", "together = G * L > 128 ? 4 : G;")
 	require.Equal(t, PageTokens, kvcache.PageTokens)
 }
 
@@ -228,21 +228,29 @@ func scaled(r *rand.Rand, n, depth int) []float64 {
 func TestPaged(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, c := range []struct{ heads, kvHeads, dim, window int }{
-		{2, 2, 64, 0}, {8, 2, 128, 0}, {14, 2, 64, 0}, {4, 1, 256, 70}, {32, 2, 64, 70}, {9, 3, 80, 20}, {6, 6, 10, 7}, {20, 1, 16, 0},
+		{2, 2, 64, 0}, {8, 2, 128, 0}, {14, 2, 64, 0}, {4, 1, 256, 70}, {32, 2, 64, 70}, {9, 3, 80, 20}, {6, 6, 10, 7},
+		{20, 1, 16, 0}, {3, 1, 128, 40},
 	} {
 		for _, dt := range kerneltest.StorageTypes {
 			g.Scope(fmt.Sprintf("%+v/%v", c, dt), func(g *kerneltest.Rig) {
 				s := Geometry{Heads: c.heads, KVHeads: c.kvHeads, HeadDim: c.dim, Capacity: 400, Window: c.window,
 					Scale: 0.3}
-				paged(g, s, dt, i)
+				paged(g, s, dt, i, []int{2, 30, 1}, g.Rand.Perm)
+				// Prompts in order, in more rows than texts can have.
+				paged(g, s, dt, i, []int{3, 100, 20}, func(n int) (order []int) {
+					for i := range n {
+						order = append(order, i)
+					}
+					return order
+				})
 			})
 		}
 	}
 }
 
-// paged decodes the last tokens of three sequences in one launch.
-func paged(g *kerneltest.Rig, s Geometry, dt gpu.DType, i int) {
-	lengths, last := []int{3, 130, 390}, []int{2, 30, 1} // of the sequences; last tokens that the launch decodes
+// paged decodes the last tokens of three sequences in one launch, whose rows have the given order.
+func paged(g *kerneltest.Rig, s Geometry, dt gpu.DType, i int, last []int, permutation func(n int) []int) {
+	lengths := []int{3, 130, 390} // of the sequences
 	const columns, pages, gap = 8, 20, 3
 	qd, kd, half := s.Heads*s.HeadDim, s.KVHeads*s.HeadDim, s.HeadDim/2
 	rows := 0
@@ -269,7 +277,7 @@ func paged(g *kerneltest.Rig, s Geometry, dt gpu.DType, i int) {
 	free := g.Rand.Perm(pages)
 	cache := [2][]float64{make([]float64, pages*PageTokens*kd), make([]float64, pages*PageTokens*kd)}
 	want := make([]float64, rows*qd)
-	order, row := g.Rand.Perm(rows), 0
+	order, row := permutation(rows), 0
 	for n, length := range lengths {
 		draw := func(n int) []float64 {
 			x := make([]float64, n)

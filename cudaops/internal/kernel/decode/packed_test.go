@@ -30,8 +30,6 @@ func TestPackedProducts(t *testing.T) {
 			}
 		}
 	}
-	kerneltest.MatchSource(t, "decode_packed.cu", fmt.Sprintf("kPackedWarps = %d, kChunk = %d,", packedWarps, packedChunk),
-		fmt.Sprintf("kMostParts = %d,", MostParts))
 }
 
 func packedProducts(g *kerneltest.Rig, rows, depth int, parts []int, format quant.Format, dt gpu.DType, i int) {
@@ -46,7 +44,6 @@ func packedProducts(g *kerneltest.Rig, rows, depth int, parts []int, format quan
 		m, err := quant.New(format, n, depth, numbers)
 		g.Must(err)
 		p.Parts[k] = Packed{Codes: uploadBytes(g, m.Codes()), Rows: n}
-		p.Ahead.From[0], p.Ahead.Bytes[0] = p.Parts[k].Codes, len(m.Codes())/16*16
 		scales := m.Scales()
 		if p.NF4 {
 			var nested []byte
@@ -65,14 +62,7 @@ func packedProducts(g *kerneltest.Rig, rows, depth int, parts []int, format quan
 
 	x, xr := g.Normal(rows*depth, dt, 0)
 	add, ar := g.Normal(rows*p.Columns, dt, 1)
-	want := make([]float64, rows*p.Columns)
-	for r := range rows {
-		for n := range p.Columns {
-			for k, v := range xr[r*depth:][:depth] {
-				want[r*p.Columns+n] += v * float64(w[n*depth+k])
-			}
-		}
-	}
+	want := product(xr, wide(w), rows, p.Columns, depth)
 
 	y := g.Alloc(rows*p.Columns, dt, i%2)
 	p.Y, p.X = y.Ptr, x.Ptr
@@ -96,15 +86,11 @@ func packedProducts(g *kerneltest.Rig, rows, depth int, parts []int, format quan
 	}
 	f := parts[0]
 	for _, gate := range []Gate{GateSiLU, GateGELU} {
-		gated := make([]float64, rows*f)
-		for r := range rows {
-			row := want[r*2*f:][:2*f]
-			if gate == GateGELU {
-				layer.GELUMul(gated[r*f:][:f], row[:f], row[f:])
-			} else {
-				layer.SiLUMul(gated[r*f:][:f], row[:f], row[f:])
-			}
+		mul := layer.SiLUMul[float64]
+		if gate == GateGELU {
+			mul = layer.GELUMul[float64]
 		}
+		gated := gatedRows(want, rows, 2*f, mul)
 		h := g.Alloc(rows*f, dt, 0)
 		p.Y, p.C, p.Columns, p.Gate = h.Ptr, 0, f, gate
 		g.Must(g.Launch(g.Stream, p))

@@ -27,7 +27,6 @@ type Paged struct {
 	Rows, Columns   int
 	Type            gpu.DType
 	Early           bool // see Overlap
-	Ahead           Ahead
 	Grouped         bool // attend on the tensor cores, which CanGroup must allow
 }
 
@@ -69,7 +68,23 @@ func (a Paged) PartsBytes(d gpu.DeviceInfo) int {
 // Counters returns the number of elements of Arrived.
 func (a Paged) Counters() int { return a.Rows * a.Geometry.Counters() }
 
-// Launch enqueues two kernels.
+// chunkRows must match kRows in decode_chunk.cu.
+const chunkRows = 64
+
+// chunk returns the number of tokens of a prompt whose attention one block computes, or 0. Only passes with more rows
+// than texts have such chunks.
+func (a Paged) chunk() int {
+	if !a.Grouped || a.Rows <= MostRows {
+		return 0
+	}
+	heads := 1
+	for heads < a.Heads/a.KVHeads {
+		heads *= 2
+	}
+	return chunkRows / heads
+}
+
+// Launch enqueues two or three kernels.
 func (a Paged) Launch(q *kernel.Queue) {
 	if a.HeadDim > maxDim {
 		q.Err = fmt.Errorf("kernels.DecodePaged: heads of %d features, want at most %d", a.HeadDim, maxDim)
@@ -81,14 +96,22 @@ func (a Paged) Launch(q *kernel.Queue) {
 	slices := a.rowSlices(q.Info)
 	args := kernel.Struct{a.Q.Ptr, a.K.Ptr, a.V.Ptr, a.Y, a.Keys, a.Values, a.Cos, a.Sin, a.Table, a.Parts,
 		a.Arrived, a.Heads, a.KVHeads, a.HeadDim, a.Capacity, a.Window, slices, a.Scale, packed, a.Rows,
-		a.Columns, a.Q.Stride, a.K.Stride, a.V.Stride, a.Early, a.Ahead.args()}
+		a.Columns, a.Q.Stride, a.K.Stride, a.V.Stride, a.Early}
 	c := kernel.Line(a.Rows, threads)
 	c.Overlap = true
 	q.Run("decode_paged", "decode_append"+kernel.Suffix(a.Type), c, args)
 	if a.Grouped {
+		chunk := a.chunk()
+		args := kernel.Struct{args, chunk}
+		tiles := groupedStages * 2 * groupedKeys * a.HeadDim * 2
+		if chunk > 0 {
+			q.Run("decode_chunk", fmt.Sprintf("decode_chunk_%d%s", a.HeadDim, kernel.Suffix(a.Type)),
+				gpu.LaunchConfig{Grid: gpu.Dim{X: kernel.CeilDiv(a.Rows, chunk), Y: a.KVHeads},
+					Block: gpu.Dim{X: 32 * groupedWarps}, Shared: tiles, Overlap: true}, args)
+		}
 		q.Run("decode_grouped", fmt.Sprintf("decode_grouped_%d%s", a.HeadDim, kernel.Suffix(a.Type)),
 			gpu.LaunchConfig{Grid: gpu.Dim{X: slices, Y: a.KVHeads, Z: a.Rows}, Block: gpu.Dim{X: 32 * groupedWarps},
-				Shared: groupedStages * 2 * groupedKeys * a.HeadDim * 2, Overlap: true}, args)
+				Shared: tiles, Overlap: true}, args)
 		return
 	}
 	q.Run("decode_paged", fmt.Sprintf("decode_paged_%d_%d%s", a.lanes(), a.together(), kernel.Suffix(a.Type)),

@@ -42,18 +42,6 @@ type Overlap struct {
 	// Early lets the next launch start at once, rather than when the preceding launch has ended. Some
 	// launch before this one must have waited for everything that other launches load early.
 	Early bool
-	Ahead Ahead
-}
-
-// Ahead lists memory that later launches will read, such as weights, up to two ranges. The launch fetches it
-// into the cache. Addresses and sizes are aligned to 16 bytes. The fields must match ahead.cuh.
-type Ahead struct {
-	From  [2]gpu.Ptr
-	Bytes [2]int
-}
-
-func (a Ahead) args() kernel.Struct {
-	return kernel.Struct{a.From[0], a.From[1], a.Bytes[0], a.Bytes[1]}
 }
 
 // These constants must match kWarps and kDeep in decode_product.cu.
@@ -85,6 +73,6 @@ func launch(q *kernel.Queue, name string, rows, depth int, t gpu.DType, y, x, w,
 
 	c := kernel.Cover(rows, warps, 32*warps)
 	c.Overlap = true
-	q.Run("decode_product", name+kernel.Suffix(t), c, kernel.Struct{y, x, w, add, n.W, o.Ahead.args(), rows, depth,
+	q.Run("decode_product", name+kernel.Suffix(t), c, kernel.Struct{y, x, w, add, n.W, rows, depth,
 		n.Eps, o.Steady, o.Early, gelu})
 }

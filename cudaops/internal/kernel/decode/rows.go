@@ -58,14 +58,22 @@ func (a RowsProduct) tiles() int {
 	return kernel.CeilDiv(a.Columns, rowsTile)
 }
 
-// ranges returns the number of ranges into which the depth is divided. Together with the tiles they fill the GPU, but
-// a range has at least as many steps as the ring.
-func (a RowsProduct) ranges(d gpu.DeviceInfo) int {
-	if c := d.Capability(); c != 90 && c/10 != 10 {
+// ranges returns the number of ranges into which the depth is divided, a power of two. Together with the tiles they
+// fill the GPU, but a range has at least as many steps as the ring. fit returns the number of clusters of that many
+// blocks that run on the GPU at the same time: if the last clusters had to wait for the first ones, the product would
+// take almost twice as long.
+func (a RowsProduct) ranges(d gpu.DeviceInfo, fit func(ranges int) int) int {
+	if !d.Overlaps() {
 		return 1 // without clusters
 	}
-	steps := kernel.CeilDiv(a.D, rowsDepth)
-	return max(1, min(mostRanges, steps/rowsStages, 2*max(1, d.SMs)/a.tiles()))
+
+	best, steps := 1, kernel.CeilDiv(a.D, rowsDepth)
+	for n := 2; n <= min(mostRanges, steps/rowsStages, 2*max(1, d.SMs)/a.tiles()); n *= 2 {
+		if fit(n) >= a.tiles() {
+			best = n
+		}
+	}
+	return best
 }
 
 // Launch enqueues one kernel.
@@ -83,14 +91,21 @@ func (a RowsProduct) Launch(q *kernel.Queue) {
 	if a.Gate != GateNone {
 		name += "_gated"
 	}
-	ranges := a.ranges(q.Info)
-	c := gpu.LaunchConfig{Grid: gpu.Dim{X: a.tiles(), Y: ranges}, Block: gpu.Dim{X: rowsThreads},
-		Shared: rowsStages * (rowsTile + rows) * rowsDepth * 2, Overlap: true}
-	if ranges > 1 {
-		c.Cluster = gpu.Dim{X: 1, Y: ranges}
+	name += fmt.Sprint("_", rows, kernel.Suffix(a.Type))
+
+	launch := func(ranges int) gpu.LaunchConfig {
+		c := gpu.LaunchConfig{Grid: gpu.Dim{X: a.tiles(), Y: ranges}, Block: gpu.Dim{X: rowsThreads},
+			Shared: rowsStages * (rowsTile + rows) * rowsDepth * 2}
+		if ranges > 1 {
+			c.Cluster = gpu.Dim{X: 1, Y: ranges}
+		}
+		return c
 	}
-	q.Run("decode_rows", fmt.Sprintf("%s_%d%s", name, rows, kernel.Suffix(a.Type)), c, kernel.Struct{a.Y, a.X, a.W, a.C,
-		a.Ahead.args(), a.Rows, a.Columns, a.D, ranges, a.Steady, a.Early, a.Gate == GateGELU})
+	ranges := a.ranges(q.Info, func(n int) int { return q.Resident("decode_rows", name, launch(n)) })
+	c := launch(ranges)
+	c.Overlap = true
+	q.Run("decode_rows", name, c, kernel.Struct{a.Y, a.X, a.W, a.C, a.Rows, a.Columns, a.D, ranges, a.Steady, a.Early,
+		a.Gate == GateGELU})
 }
 
 // NormRows normalizes the rows of X [Rows, D]: Y = X·W/sqrt(mean(X²) + Eps). W [D] is float32.
