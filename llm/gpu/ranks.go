@@ -257,7 +257,6 @@ func (r ranked) Add(in parallel.Round) error {
 	return r.machine.Rank().Contribute(in.Contributors, in.First)
 }
 
-// Land does not wait, because the update is enqueued after the sums.
 // Judged implements [parallel.Judge].
 func (r ranked) Judged() op.PreferenceFigures { return r.graph.TakePreferences() }
 
@@ -266,6 +265,7 @@ func (r ranked) TakePreferences() op.PreferenceFigures {
 	return r.team.TakePairs().Plus(r.Inference.TakePreferences())
 }
 
+// Land does not wait, because the update is enqueued after the sums.
 func (r ranked) Land() error { return nil }
 
 func (r ranked) Gradients(data.Batch) (float64, error) {
