@@ -58,8 +58,8 @@ func NeedsLong(t testing.TB, reason string) {
 	}
 }
 
-// all reports whether a test checks all of its cases. It does so if [Long], and if the seed is given, because
-// a test that failed is then repeated, perhaps with -run, and the failing case must be among its cases.
+// all reports whether a test checks all of its cases. That is so if [Long], and also if the seed is given: a
+// test that has failed is then being repeated, and the failing case must be among its cases.
 func all() bool { return Long() || os.Getenv(seedVariable) != "" }
 
 // Sample returns the cases of a table that a test checks. These are the cases named by always, and others
