@@ -127,7 +127,7 @@ const (
 // clustered reports whether the blocks of a head form a cluster.
 func (a Attention) clustered(d gpu.DeviceInfo) bool {
 	return d.Overlaps() && (a.Type == gpu.BFloat16 || a.Type == gpu.Float16) && a.packed() &&
-		kernel.Aligned(a.K, a.V, a.Cos, a.Sin) && a.HeadDim == a.lanes()*elements &&
+		kernel.Aligned(a.K, a.V, a.Cos, a.Sin) && a.HeadDim%(2*elements) == 0 &&
 		a.KVHeads*kernel.CeilDiv(a.Heads/a.KVHeads, a.clusterHeads()) >= minClusters && a.clusterShared() <= d.SharedPerBlock
 }
 

@@ -114,6 +114,25 @@ struct Softmax {
   __device__ static __forceinline__ float share(float own, float all) { return own == -INFINITY ? 0.0f : exp2f(own - all); }
 };
 
+// Merged is a feature of the result of several softmaxes. weighted / sum is the result.
+struct Merged {
+  float maximum = -INFINITY, sum = 0, weighted = 0;
+};
+
+// mergeAll merges feature i of n softmaxes. Each of them consists of its maximum, sum and weighted values; they are
+// `apart` elements apart.
+template <int n> __device__ __forceinline__ Merged mergeAll(const float* softmaxes, int apart, int i) {
+  Merged r;
+#pragma unroll
+  for (int k = 0; k < n; k++) r.maximum = fmaxf(r.maximum, softmaxes[k * apart]);
+#pragma unroll
+  for (int k = 0; k < n; k++) {
+    const float share = Softmax::share(softmaxes[k * apart], r.maximum);
+    r.sum += softmaxes[k * apart + 1] * share, r.weighted += softmaxes[k * apart + 2 + i] * share;
+  }
+  return r;
+}
+
 // slicesOf returns the number of slices for n positions and stores the number of keys per slice in
 // *keys.
 __device__ __forceinline__ int slicesOf(int n, int most, int* keys) {
@@ -126,12 +145,57 @@ __device__ __forceinline__ int firstVisible(const Attention& a, int64_t position
   return a.window > 0 ? max(0, int(position) + 1 - a.window) : 0;
 }
 
+// Merging is the shared memory in which a block merges the slices of up to G heads.
+template <int G> struct Merging {
+  float shares[G][kMostSlices], sums[G];
+  bool last;
+};
+
+// mergeSlices merges the slices of the given number of heads, if this block is the last one to arrive, and stores the
+// results at y. parts has room for `most` slices of a head, each with its maximum, sum and weighted values. All threads
+// must have written their parts, and all threads must call it.
+template <class T, int Threads, int G>
+__device__ __forceinline__ void mergeSlices(Merging<G>& shared, const float* parts, unsigned* arrived, int heads, int dim, int most,
+                                            int slices, T* y) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, part = dim + 2;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    shared.last = atomicAdd(arrived, 1) == unsigned(slices) - 1;
+    if (shared.last) *arrived = 0;
+  }
+  __syncthreads();
+  if (!shared.last) return;
+  __threadfence();
+  for (int g = warp; g < heads; g += Threads / kWarp) {  // the weights of the slices of a head
+    const float* of = parts + int64_t(g) * most * part;
+    float m = -INFINITY, sum = 0;
+    for (int p = lane; p < slices; p += kWarp) m = fmaxf(m, __ldcg(of + p * part));
+    m = warpReduce<Max>(m);
+    for (int p = lane; p < slices; p += kWarp) {
+      const float share = exp2f(__ldcg(of + p * part) - m);
+      shared.shares[g][p] = share, sum += share * __ldcg(of + p * part + 1);
+    }
+    sum = warpReduce<Sum>(sum);
+    if (lane == 0) shared.sums[g] = sum;
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < heads * dim; e += Threads) {
+    const int g = e / dim, i = e % dim;
+    const float* of = parts + int64_t(g) * most * part + 2 + i;
+    float x = 0;
+#pragma unroll 8
+    for (int p = 0; p < slices; p++) x += shared.shares[g][p] * __ldcg(of + p * part);
+    y[e] = fromFloat<T>(x / shared.sums[g]);
+  }
+}
+
 // SharedOf is the shared memory in which `Threads` threads merge the softmaxes of up to G query heads, R
 // heads at a time.
 template <int L, int G, int R, int Threads> struct SharedOf {
   static constexpr int heads = G, round = R, threads = Threads, lanes = L;
-  float merged[R][Threads / kWarp][L * kElements + 2], shares[G][kMostSlices], sums[G];
-  bool last;
+  float merged[R][Threads / kWarp][L * kElements + 2];
+  Merging<G> merging;
 };
 
 // Rows maps a position to the row of its key and value in the cache.
@@ -244,50 +308,13 @@ __device__ __forceinline__ void attend(const Attention& a, Shared& shared, int64
     __syncthreads();
     for (int e = threadIdx.x; e < min(round, here - g0) * dim; e += Shared::threads) {
       const int g = e / dim, i = e % dim;
-      float m = -INFINITY, sum = 0, x = 0;
-#pragma unroll
-      for (int w = 0; w < warps; w++) m = fmaxf(m, shared.merged[g][w][0]);
-#pragma unroll
-      for (int w = 0; w < warps; w++) {
-        const float share = Softmax::share(shared.merged[g][w][0], m);
-        sum += shared.merged[g][w][1] * share, x += shared.merged[g][w][2 + i] * share;
-      }
+      const Merged all = mergeAll<warps>(shared.merged[g][0], L * kElements + 2, i);
       float* to = a.parts + (int64_t(first + g0 + g) * a.slices + slice) * part;
-      if (i == 0) to[0] = m, to[1] = sum;
-      to[2 + i] = x;
+      if (i == 0) to[0] = all.maximum, to[1] = all.sum;
+      to[2 + i] = all.weighted;
     }
   }
 
-  unsigned* arrived = a.arrived + z * a.kvHeads + kv;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    shared.last = atomicAdd(arrived, 1) == unsigned(slices) - 1;
-    if (shared.last) *arrived = 0;
-  }
-  __syncthreads();
-  if (!shared.last) return;
-  __threadfence();
-  // Warp g computes the weights of the slices of head g.
-  if (warp < here) {
-    const float* of = a.parts + int64_t(first + warp) * a.slices * part;
-    float m = -INFINITY, sum = 0;
-    for (int p = lane; p < slices; p += kWarp) m = fmaxf(m, __ldcg(of + p * part));
-    m = warpReduce<Max>(m);
-    for (int p = lane; p < slices; p += kWarp) {
-      const float share = exp2f(__ldcg(of + p * part) - m);
-      shared.shares[warp][p] = share, sum += share * __ldcg(of + p * part + 1);
-    }
-    sum = warpReduce<Sum>(sum);
-    if (lane == 0) shared.sums[warp] = sum;
-  }
-  __syncthreads();
-  for (int e = threadIdx.x; e < here * dim; e += Shared::threads) {
-    const int g = e / dim, i = e % dim;
-    const float* of = a.parts + int64_t(first + g) * a.slices * part + 2 + i;
-    float x = 0;
-#pragma unroll 8
-    for (int p = 0; p < slices; p++) x += shared.shares[g][p] * __ldcg(of + p * part);
-    static_cast<T*>(a.y)[(first + g) * dim + i] = fromFloat<T>(x / shared.sums[g]);
-  }
+  mergeSlices<T, Shared::threads>(shared.merging, a.parts + int64_t(first) * a.slices * part, a.arrived + z * a.kvHeads + kv, here, dim,
+                                  a.slices, slices, static_cast<T*>(a.y) + first * dim);
 }

@@ -27,7 +27,7 @@ template <class T> __device__ __forceinline__ Pack<T, kElements> packOf(const ui
 
 // Turner rotates this lane's features for a position. The features of a lane all are in the same half of a head.
 template <class T> struct Turner {
-  Pack<float, kElements> cosines, sines;
+  Pack<float, kElements> cosines = {}, sines = {};
   __device__ __forceinline__ void load(const Attention& a, int64_t position, int at) {
     const int half = a.dim / 2;
     const int64_t angle = position * half + (at >= half ? at - half : at);
@@ -191,17 +191,10 @@ template <class T, int L, int G> __device__ __forceinline__ void attendInCluster
     if (g0 == 0) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the first block has started
     for (int e = threadIdx.x; e < min(together, here - g0) * dim; e += kThreads) {
       const int g = e / dim, i = e % dim;
-      float m = -INFINITY, sum = 0, x = 0;
-#pragma unroll
-      for (int w = 0; w < warps; w++) m = fmaxf(m, shared.merged[g][w][0]);
-#pragma unroll
-      for (int w = 0; w < warps; w++) {
-        const float share = Softmax::share(shared.merged[g][w][0], m);
-        sum += shared.merged[g][w][1] * share, x += shared.merged[g][w][2 + i] * share;
-      }
+      const Merged all = mergeAll<warps>(shared.merged[g][0], size, i);
       const uint32_t to = received + ((g0 + g) * size + 2 + i) * sizeof(float);
-      asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
-      if (i == 0) asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to - 8), "f"(m), "f"(sum) : "memory");
+      asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(all.weighted) : "memory");
+      if (i == 0) asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to - 8), "f"(all.maximum), "f"(all.sum) : "memory");
     }
   }
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -209,15 +202,8 @@ template <class T, int L, int G> __device__ __forceinline__ void attendInCluster
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
   for (int e = threadIdx.x; e < here * dim; e += kThreads) {
     const int g = e / dim, i = e % dim;
-    float m = -INFINITY, sum = 0, x = 0;
-#pragma unroll
-    for (int b = 0; b < kBlocks; b++) m = fmaxf(m, shared.received[b][g][0]);
-#pragma unroll
-    for (int b = 0; b < kBlocks; b++) {
-      const float share = Softmax::share(shared.received[b][g][0], m);
-      sum += shared.received[b][g][1] * share, x += shared.received[b][g][2 + i] * share;
-    }
-    static_cast<T*>(a.y)[(first + g) * dim + i] = fromFloat<T>(x / sum);
+    const Merged all = mergeAll<kBlocks>(shared.received[0][g], G * size, i);
+    static_cast<T*>(a.y)[(first + g) * dim + i] = fromFloat<T>(all.weighted / all.sum);
   }
 #endif
 }

@@ -16,8 +16,7 @@ template <class T, int D> __device__ __forceinline__ void attendGrouped(const Gr
   const Paged& a = grouped.paged;
   extern __shared__ __align__(128) char memory[];
   __shared__ __align__(128) T queries[kHeads * D];
-  __shared__ float shares[kHeads][kMostSlices], sums[kHeads];
-  __shared__ bool last;
+  __shared__ Merging<kHeads> merging;
   constexpr int tileBytes = kKeys * D * 2, chunks = D / 8, perWarp = kKeys / kWarps;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, kv = blockIdx.y, r = blockIdx.z;
   const int group = a.heads / a.kvHeads, width = a.kvHeads * D, first = kv * group;
@@ -140,56 +139,18 @@ template <class T, int D> __device__ __forceinline__ void attendGrouped(const Gr
   float* parts = a.parts + (int64_t(r) * a.heads + first) * a.slices * (D + 2);
   for (int e = threadIdx.x; e < group * D; e += kThreads) {
     const int g = e / D, i = e % D;
-    float m = -INFINITY, s = 0, x = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; w++) m = fmaxf(m, merged[w][g][0]);
-#pragma unroll
-    for (int w = 0; w < kWarps; w++) {
-      const float share = Softmax::share(merged[w][g][0], m);
-      s += merged[w][g][1] * share, x += merged[w][g][2 + i] * share;
-    }
+    const Merged all = mergeAll<kWarps>(merged[0][g], kHeads * (D + 2), i);
     if (slices == 1) {
-      y[e] = fromFloat<T>(x / s);
+      y[e] = fromFloat<T>(all.weighted / all.sum);
       continue;
     }
     float* to = parts + (int64_t(g) * a.slices + slice) * (D + 2);
-    if (i == 0) to[0] = m, to[1] = s;
-    to[2 + i] = x;
+    if (i == 0) to[0] = all.maximum, to[1] = all.sum;
+    to[2 + i] = all.weighted;
   }
   if (slices == 1) return;
 
-  // The last block to finish merges the slices, in order.
-  unsigned* arrived = a.arrived + r * a.kvHeads + kv;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(arrived, 1) == unsigned(slices) - 1;
-    if (last) *arrived = 0;
-  }
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  for (int g = warp; g < group; g += kWarps) {
-    const float* of = parts + int64_t(g) * a.slices * (D + 2);
-    float m = -INFINITY, s = 0;
-    for (int p = lane; p < slices; p += kWarp) m = fmaxf(m, __ldcg(of + p * (D + 2)));
-    m = warpReduce<Max>(m);
-    for (int p = lane; p < slices; p += kWarp) {
-      const float share = exp2f(__ldcg(of + p * (D + 2)) - m);
-      shares[g][p] = share, s += share * __ldcg(of + p * (D + 2) + 1);
-    }
-    s = warpReduce<Sum>(s);
-    if (lane == 0) sums[g] = s;
-  }
-  __syncthreads();
-  for (int e = threadIdx.x; e < group * D; e += kThreads) {
-    const int g = e / D, i = e % D;
-    const float* of = parts + int64_t(g) * a.slices * (D + 2) + 2 + i;
-    float x = 0;
-#pragma unroll 8
-    for (int p = 0; p < slices; p++) x += shares[g][p] * __ldcg(of + p * (D + 2));
-    y[e] = fromFloat<T>(x / sums[g]);
-  }
+  mergeSlices<T, kThreads>(merging, parts, a.arrived + r * a.kvHeads + kv, group, D, a.slices, slices, y);
 }
 
 #define DEFINE(T)                                                                                                       \
