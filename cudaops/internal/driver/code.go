@@ -42,6 +42,11 @@ func (c *context) AllowShared(f *gpu.Function, bytes int) error {
 	return c.call(&c.FuncSetAttribute, f.Handle, maxDynamicShared, uintptr(bytes))
 }
 
+func (c *context) PreferShared(f *gpu.Function) error {
+	const preferredCarveout, percent = 9, 100
+	return c.call(&c.FuncSetAttribute, f.Handle, preferredCarveout, percent)
+}
+
 // launchFrame combines everything that a launch passes by address, in a single heap object.
 type launchFrame struct {
 	extra  [5]uintptr // {PARAM_BUFFER_POINTER, args, PARAM_BUFFER_SIZE, &size, END}

@@ -142,6 +142,10 @@ type Context interface {
 	Function(m Module, name string) (*Function, error)
 	// AllowShared raises a function's limit of dynamic shared memory, initially 48 KiB.
 	AllowShared(f *Function, bytes int) error
+	// PreferShared makes multiprocessors that run a function divide their memory into as much shared memory
+	// and as little cache as possible. Blocks of two kernels only run on the same multiprocessor if both
+	// kernels divide it in the same way.
+	PreferShared(f *Function) error
 	// Resident returns the number of a launch's clusters, or of its blocks if it has no clusters, that
 	// the whole GPU can execute at once.
 	Resident(f *Function, c LaunchConfig) (int, error)

@@ -80,6 +80,9 @@ type LaunchConfig struct {
 	// Overlap allows the kernel to start before its predecessor in the stream has finished. The kernel
 	// must then execute griddepcontrol.wait before it accesses the predecessor's results.
 	Overlap bool
+	// MaxShared divides the multiprocessors as PreferShared does, so that blocks of overlapping kernels fit on
+	// the same multiprocessor.
+	MaxShared bool
 	// Cooperative guarantees that all blocks run at the same time, so that they can wait for each other.
 	// A launch with too many blocks for the GPU fails.
 	Cooperative bool

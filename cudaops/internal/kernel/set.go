@@ -35,7 +35,8 @@ type key struct{ unit, name string }
 // kernel is a function, together with the data needed to launch it.
 type kernel struct {
 	*gpu.Function
-	shared int // the dynamic shared memory that it is allowed to use
+	shared    int  // the dynamic shared memory that it is allowed to use
+	maxShared bool // see gpu.LaunchConfig
 	// number of blocks or clusters that run at once on the whole GPU, by threads, shared memory and cluster size
 	resident map[[3]int]int
 }
@@ -62,10 +63,10 @@ func (k *Set) Close() error {
 	return errors.Join(errs...)
 }
 
-// function returns a unit's function, loading the unit on first use, and allows it to use the given
-// dynamic shared memory. Up to 48 KiB, including the kernel's static shared memory of less than 1
+// function returns a unit's function for a launch, loading the unit on first use, and allows it to use the
+// launch's dynamic shared memory. Up to 48 KiB, including the kernel's static shared memory of less than 1
 // KiB, can be used without asking.
-func (k *Set) function(unit, name string, shared int) (*kernel, error) {
+func (k *Set) function(unit, name string, c gpu.LaunchConfig) (*kernel, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	f := k.kernels[key{unit, name}]
@@ -87,16 +88,23 @@ func (k *Set) function(unit, name string, shared int) (*kernel, error) {
 		if err != nil {
 			return nil, fmt.Errorf("kernels: %s: %w", unit, err)
 		}
-		f = &kernel{fn, 47 << 10, map[[3]int]int{}}
+		f = &kernel{Function: fn, shared: 47 << 10, resident: map[[3]int]int{}}
 		k.kernels[key{unit, name}] = f
 	}
 
-	if shared > f.shared {
-		if err := k.Ctx.AllowShared(f.Function, shared); err != nil {
-			return nil, fmt.Errorf("kernels: %s with %d bytes of shared memory: %w", name, shared,
+	if c.Shared > f.shared {
+		if err := k.Ctx.AllowShared(f.Function, c.Shared); err != nil {
+			return nil, fmt.Errorf("kernels: %s with %d bytes of shared memory: %w", name, c.Shared,
 				err)
 		}
-		f.shared = shared
+		f.shared = c.Shared
+	}
+
+	if c.MaxShared && !f.maxShared {
+		if err := k.Ctx.PreferShared(f.Function); err != nil {
+			return nil, fmt.Errorf("kernels: %s: %w", name, err)
+		}
+		f.maxShared = true
 	}
 
 	return f, nil
@@ -129,7 +137,7 @@ func (q *Queue) enqueue(unit, name string, c gpu.LaunchConfig, args []any) error
 		return fmt.Errorf("kernels: %s: %w", name, err)
 	}
 
-	f, err := q.function(unit, name, c.Shared)
+	f, err := q.function(unit, name, c)
 	if err != nil {
 		return err
 	}
@@ -186,7 +194,7 @@ func (c *Carve) Take(bytes int) gpu.Ptr {
 }
 
 func (k *Set) resident(unit, name string, c gpu.LaunchConfig) (int, error) {
-	f, err := k.function(unit, name, c.Shared)
+	f, err := k.function(unit, name, c)
 	if err != nil {
 		return 0, err
 	}

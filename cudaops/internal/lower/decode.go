@@ -103,9 +103,10 @@ func (c *compiler) foldNorm(call *program.Call, rest []*program.Call) bool {
 
 	// Find the products. Nothing may overwrite x before them.
 	type reader struct {
-		call *program.Call
-		x    *program.Arg
-		norm *decode.Norm
+		call    *program.Call
+		x       *program.Arg
+		norm    *decode.Norm
+		overlap *decode.Overlap
 	}
 	var readers []reader
 	overwritten := false
@@ -115,9 +116,9 @@ func (c *compiler) foldNorm(call *program.Call, rest []*program.Call) bool {
 			depth := 0
 			switch l := later.Params.(type) {
 			case *decode.Product:
-				r.x, r.norm, depth = later.Operand(&l.X), &l.Norm, l.D
+				r.x, r.norm, r.overlap, depth = later.Operand(&l.X), &l.Norm, &l.Overlap, l.D
 			case *decode.Gated:
-				r.x, r.norm, depth = later.Operand(&l.X), &l.Norm, l.D
+				r.x, r.norm, r.overlap, depth = later.Operand(&l.X), &l.Norm, &l.Overlap, l.D
 			}
 			touching := 0
 			for _, a := range later.Args {
@@ -141,6 +142,7 @@ func (c *compiler) foldNorm(call *program.Call, rest []*program.Call) bool {
 	for _, r := range readers {
 		r.x.Array = x
 		r.norm.Eps = n.Eps
+		r.overlap.Steady = r.overlap.Steady && w.Resident // the launch may load the norm's weights early too
 		r.call.Args = append(r.call.Args, program.Reads(&r.norm.W, w))
 	}
 	c.drop(hidden...)

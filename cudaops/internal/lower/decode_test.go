@@ -81,6 +81,37 @@ func TestDecodingNorms(t *testing.T) {
 	require.Equal(t, []float64{1e-5}, folded)
 }
 
+// TestDecodingSteady checks that a product loads its weights before the preceding launch has ended only if those of its
+// norm, which it loads too, are not computed by a launch.
+func TestDecodingSteady(t *testing.T) {
+	for _, plusOne := range []bool{false, true} {
+		g := gorgonia.NewGraph()
+		var params gorgonia.Nodes
+		node := func(name string, shape ...int) *gorgonia.Node {
+			params = append(params, passtest.Node(g, name, shape...))
+			return params[len(params)-1]
+		}
+		x := must(op.Embedding(passtest.Ints(g, "ids", 0), node("table", 9, 64)))
+		var opts []op.RMSNormOption
+		if plusOne {
+			opts = append(opts, op.WeightPlusOne())
+		}
+		y := must(op.RMSNorm(x, node("norm", 64), 1e-5, opts...))
+		part := func(name string) *gorgonia.Node { return must(op.Linear(y, node(name, 64, 64))) }
+		must(kvcache.Attention(part("q"), part("k"), part("v"), passtest.Ints(g, "position", 0),
+			kvcache.Config{Heads: 4, KVHeads: 4, HeadDim: 16, Capacity: 128}))
+		normed := 0
+		for _, call := range passtest.Lower(t, g, lower.Options{Asked: graph.Asked{Params: params},
+			Activation: gpu.BFloat16, Decoding: lower.Decoding{Norms: true, Early: true}}).Calls {
+			if l, ok := call.Params.(*decode.Product); ok && call.Operand(&l.Norm.W) != nil {
+				require.Equal(t, !plusOne, l.Steady)
+				normed++
+			}
+		}
+		require.Equal(t, 1, normed)
+	}
+}
+
 // TestDecodingEarly checks that all launches after the first one, which waits for everything, may overlap.
 func TestDecodingEarly(t *testing.T) {
 	early, seen := 0, false

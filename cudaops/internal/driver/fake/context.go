@@ -199,6 +199,11 @@ func (c *Context) AllowShared(f *gpu.Function, bytes int) error {
 	})
 }
 
+// PreferShared has no effect.
+func (c *Context) PreferShared(*gpu.Function) error {
+	return c.locked("cuFuncSetAttribute", func() error { return nil })
+}
+
 const threadsPerSM = 1536 // the minimum of all supported GPUs
 
 // Resident considers threads and shared memory, where each block reserves an additional 1 KiB.

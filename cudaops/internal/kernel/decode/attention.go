@@ -99,7 +99,7 @@ func (a Attention) Launch(q *kernel.Queue) {
 		g := a.clusterHeads()
 		q.Run("decode_cluster", fmt.Sprintf("decode_cluster_%d_%d%s", a.lanes(), g, kernel.Suffix(a.Type)),
 			gpu.LaunchConfig{Grid: gpu.Dim{X: clusterBlocks, Y: a.KVHeads, Z: kernel.CeilDiv(a.Heads/a.KVHeads, g)},
-				Block: gpu.Dim{X: threads}, Cluster: gpu.Dim{X: clusterBlocks}, Shared: a.clusterShared(), Overlap: true},
+				Block: gpu.Dim{X: threads}, Cluster: gpu.Dim{X: clusterBlocks}, Shared: a.clusterShared(), Overlap: true, MaxShared: true},
 			a.args(0))
 		return
 	}

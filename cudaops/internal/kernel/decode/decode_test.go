@@ -209,6 +209,9 @@ func TestConstantsMatchSources(t *testing.T) {
 		rowsTile, rowsDepth, rowsStages, rowsThreads))
 	kerneltest.MatchSource(t, "decode_chunk.cu", fmt.Sprintf("kWarps = %d,", groupedWarps),
 		fmt.Sprintf("kKeys = %d, kStages = %d, kRows = 16 * kWarps;", groupedKeys, groupedStages))
+	kerneltest.MatchSource(t, "decode_stream.cu", fmt.Sprintf("kStreamWarps = %d,", streamWarps),
+		fmt.Sprintf("kRows = %d, kColumns = %d, kStages = %d;", streamRows, streamColumns, streamStages),
+		fmt.Sprintf("kBatch = %d;", streamBatch), "kPacks = 2,")
 	kerneltest.MatchSource(t, "decode_cluster.cu", fmt.Sprintf("kThreads = %d, kBlocks = %d;", threads, clusterBlocks),
 		"rounds = L == 8 ? 4 : 8,", "together = G * L > 128 ? 4 : G;")
 	require.Equal(t, PageTokens, kvcache.PageTokens)

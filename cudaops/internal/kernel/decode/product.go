@@ -59,6 +59,11 @@ func (a Gated) Launch(q *kernel.Queue) {
 
 func launch(q *kernel.Queue, name string, rows, depth int, t gpu.DType, y, x, w, add gpu.Ptr, n Norm, o Overlap,
 	gelu bool) {
+	if s := (streamed{y, x, w, add, n, rows, depth, t, o, name == "decode_gated", gelu}); s.supported(q.Info) {
+		s.launch(q)
+		return
+	}
+
 	if n.W != 0 {
 		name += "_normed"
 	}
