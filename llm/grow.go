@@ -288,11 +288,13 @@ func (g *growth) endEpoch(loss float64) error {
 		return err
 	}
 
-	if err := g.recordNotes(notes, &mean); err != nil {
+	if err = g.recordNotes(notes, &mean); err == nil {
+		err = g.carryOut(commands, &mean)
+	}
+	if len(commands) == 0 {
 		return err
 	}
-
-	return g.carryOut(commands, &mean)
+	return g.t.team.agreeOnCommands(err)
 }
 
 // measureEpoch measures the seeds and ends the epoch of their lattices.
@@ -399,10 +401,7 @@ func (g *growth) carryOut(commands []state.Command, mean *jsonfloat.Float) (err 
 	if failed := g.record(decisions...); failed != nil {
 		return failed
 	}
-	if err != nil || len(commands) == 0 {
-		return err
-	}
-	return g.t.team.agreeOnCommands()
+	return err
 }
 
 // measureSites records, for the seeds at weights and in the stream, the size of the gradients of the

@@ -43,14 +43,13 @@ func (r *team) failedAlone(cause error) {
 	}
 }
 
-// agreeOnCommands returns an error on all ranks if one of them could not access the parameters for commands that
-// all ranks have been given.
-func (r *team) agreeOnCommands() error {
-	err := r.alone
-	r.alone = nil
-	if err != nil {
-		err = fmt.Errorf("a command has been rejected on this rank alone: %w", err)
+// agreeOnCommands completes commands that all ranks have carried out, or failed to record with err. It returns an
+// error on all ranks if one of them has failed, or could not access the parameters that a command needs.
+func (r *team) agreeOnCommands(err error) error {
+	if r.alone != nil && err == nil {
+		err = fmt.Errorf("a command has been rejected on this rank alone: %w", r.alone)
 	}
+	r.alone = nil
 	return r.agree(err)
 }
 
@@ -250,10 +249,11 @@ func (r *team) settle(err error, granting bool) error {
 		return err
 	}
 
-	if err := r.t.Model.Kasmina.ApplyShared(exchange); err != nil || !given {
+	err = r.t.Model.Kasmina.ApplyShared(exchange)
+	if !given {
 		return err
 	}
-	return r.agreeOnCommands()
+	return r.agreeOnCommands(err)
 }
 
 // settleAlone is settle for a single process.

@@ -212,9 +212,15 @@ func (e pulling) Pull(names ...string) error {
 func TestGrowthFailsAtOneRank(t *testing.T) {
 	const size = 3
 	s := setup{config: small(), steps: 12, accumulate: 3, grow: true, commands: true}
-	train := func(before func(rank int) func() error) []error {
+	train := func(stepper bool, before func(rank int) func() error) []error {
+		var finished atomic.Int64
 		return on(t, size, comm.Options{}, func(rank int, team *parallel.Team) error {
 			fail := before(rank)
+			if stepper {
+				return s.trainStepped(t, rank, size, team, func(_ int, e *stepping) {
+					e.finished, e.Parallel = &finished, pulling{e.Parallel, fail}
+				})
+			}
 			return s.train(t.Context(), rank, size,
 				func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
 					e, err := team.Engine(m, o, c)
@@ -227,7 +233,7 @@ func TestGrowthFailsAtOneRank(t *testing.T) {
 	}
 
 	var calls atomic.Int64
-	require.NoError(t, errors.Join(train(func(rank int) func() error {
+	require.NoError(t, errors.Join(train(false, func(rank int) func() error {
 		return func() error {
 			if rank == 1 {
 				calls.Add(1)
@@ -242,22 +248,59 @@ func TestGrowthFailsAtOneRank(t *testing.T) {
 		cases[fmt.Sprint("call ", n+1)] = n + 1
 	}
 	for name, n := range randtest.Sample(t, 4, cases) {
-		t.Run(name, func(t *testing.T) {
-			errs := train(func(rank int) func() error {
-				left := n
-				return func() error {
-					if left--; rank == 1 && left == 0 {
-						return errDisk
+		for _, stepper := range []bool{false, true} {
+			t.Run(fmt.Sprint(name, stepper), func(t *testing.T) {
+				errs := train(stepper, func(rank int) func() error {
+					left := n
+					return func() error {
+						if left--; rank == 1 && left == 0 {
+							return errDisk
+						}
+						return nil
 					}
-					return nil
+				})
+				if errors.Join(errs...) == nil {
+					return
 				}
+				failed++
+				requireCause(t, errs)
 			})
-			if errors.Join(errs...) == nil {
-				return
-			}
-			failed++
-			requireCause(t, errs)
-		})
+		}
 	}
 	require.Positive(t, failed)
+}
+
+// fullDisk is a writer that fails once it has been called a number of times.
+type fullDisk struct{ left int }
+
+func (f *fullDisk) Write(p []byte) (int, error) {
+	if f.left--; f.left < 0 {
+		return 0, errDisk
+	}
+	return len(p), nil
+}
+
+// TestRecordFailsAtOneRank makes rank 1 fail to record growth, at each of the moments at which it does so. Every rank
+// must report the cause.
+func TestRecordFailsAtOneRank(t *testing.T) {
+	const size = 3
+	s := setup{config: small(), steps: 30, accumulate: 3, grow: true}
+	for n := range 4 {
+		for _, stepper := range []bool{false, true} {
+			t.Run(fmt.Sprint(n, stepper), func(t *testing.T) {
+				var finished atomic.Int64
+				errs := on(t, size, comm.Options{}, func(rank int, team *parallel.Team) error {
+					own := s
+					if rank == 1 {
+						own.record = &fullDisk{left: n}
+					}
+					if !stepper {
+						return own.train(t.Context(), rank, size, team.Engine)
+					}
+					return own.trainStepped(t, rank, size, team, func(_ int, e *stepping) { e.finished = &finished })
+				})
+				requireCause(t, errs)
+			})
+		}
+	}
 }

@@ -55,7 +55,8 @@ type setup struct {
 	optimizer  func() (optim.Optimizer, error)
 	steps      int
 	accumulate int
-	grow       bool   // a controller grows the model
+	grow       bool // a controller grows the model
+	record     io.Writer
 	commands   bool   // commands are submitted at ranks in turn
 	resume     string // checkpoint to resume
 	save       string // the last checkpoint
@@ -141,7 +142,7 @@ func (s setup) train(ctx context.Context, rank, size int, engine func(*llm.Model
 		h := control.NewHeuristic(4, 1<<20)
 		h.Patience, h.RampEpochs, h.Hunger = 3, 2, 0.01
 		if err := tr.Grow(llm.Growth{Controller: h, Validation: held,
-			Refused: func(state.Command, error) {}}); err != nil {
+			Refused: func(state.Command, error) {}, Record: s.record}); err != nil {
 			return err
 		}
 	}
