@@ -271,7 +271,7 @@ func (d *driver) change(old, next modelState, scale *LossScale) error {
 	clock, oldScale := phases.Start(), d.lossScale()
 	create, cleanUp, err := d.leave(old)
 	if err != nil {
-		return d.loseEngine(old, err)
+		return d.loseEngine(old, errors.Join(err, d.engine.Close()))
 	}
 
 	clock.End("closing the engine")

@@ -23,7 +23,7 @@ var errUndo = errors.New("the device is lost")
 // failures holds functions that are called before methods of an engine, which then return their errors.
 type failures struct {
 	gradients, push, pull, drop, scale func() error
-	engine                             func() error // before another engine takes over the parameters
+	keep, engine                       func() error // before an engine hands over the parameters, or takes them over
 
 	closed int // number of engines that have been closed
 }
@@ -101,8 +101,14 @@ type unreliableKeeper struct {
 	build func() (Engine, error)
 }
 
-func (unreliableKeeper) CanKeep() bool         { return true }
-func (e unreliableKeeper) Keep() (Kept, error) { return unreliableKept{e}, e.Close() }
+func (unreliableKeeper) CanKeep() bool { return true }
+
+func (e unreliableKeeper) Keep() (Kept, error) {
+	if err := e.before(e.keep); err != nil {
+		return nil, err
+	}
+	return unreliableKept{e}, e.Close()
+}
 
 type unreliableKept struct{ from unreliableKeeper }
 
@@ -280,11 +286,17 @@ func TestListeningNotUndone(t *testing.T) {
 	needsResume(t, tr, errUndo, start, learntBy(t, good))
 }
 
-// TestParametersLost makes the creation of an engine fail that takes over the parameters of the previous one,
-// for a model with a new blueprint and then for the old model. The parameters on the host are out of date and
-// must not be saved.
+// TestParametersLost makes an engine fail to hand its parameters over, or the next engine to take them over: for a
+// model with a new blueprint and then for the old model. The parameters on the host are out of date and must not be
+// saved. The old engine must be closed.
 func TestParametersLost(t *testing.T) {
-	f := &failures{}
+	t.Run("handing over", func(t *testing.T) { loseParameters(t, &failures{}, func(f *failures) { f.keep = answers(errUndo) }) })
+	t.Run("taking over", func(t *testing.T) {
+		loseParameters(t, &failures{}, func(f *failures) { f.engine = answers(errNoMemory, errUndo) })
+	})
+}
+
+func loseParameters(t *testing.T, f *failures, fail func(*failures)) {
 	var engine func(*Model, optim.Optimizer, TrainConfig) (Engine, error)
 	engine = func(m *Model, o optim.Optimizer, c TrainConfig) (Engine, error) {
 		e, err := CPUEngine()(m, o, c)
@@ -300,8 +312,9 @@ func TestParametersLost(t *testing.T) {
 		Request: state.GerminationRequest{Kind: blueprints.LoRA, Size: 2}},
 		state.Command{Action: state.Move, To: state.Training}))
 
-	f.engine = answers(errNoMemory, errUndo)
+	fail(f)
 	require.ErrorIs(t, tr.Run(t.Context()), errUndo)
+	require.Equal(t, 1, f.closed)
 	cannotBeSaved(t, tr.Model, errUndo)
 	require.ErrorIs(t, tr.Save(filepath.Join(t.TempDir(), "run")), errUndo)
 

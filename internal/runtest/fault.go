@@ -182,6 +182,10 @@ func (k *checker) absorbed(r *rig, what string) {
 	}
 
 	k.must(Unharmed, "a run with orders to abandon the growth", other.run())
+	if other.in.omitted < len(r.dropped) {
+		k.closed(other)
+		return // a command of the governor, which no controller can omit
+	}
 	for _, m := range gave {
 		if m.to != state.Cancelled && m.to != state.RolledBack {
 			k.fail(Unharmed, "%s: seed %d of layer %d becomes %v", what, m.seed, m.layer, m.to)

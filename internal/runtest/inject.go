@@ -81,6 +81,7 @@ type injector struct {
 	step                    int  // last step before the failure
 	now                     func() int
 	dropped                 []dropped // commands that without removes
+	omitted                 int       // number of commands that without has removed
 }
 
 // dropped is a command of a controller after an epoch that was rejected because of a failure.
@@ -91,9 +92,11 @@ type dropped struct {
 
 // without returns the commands of a controller after an epoch, except the dropped ones.
 func (i *injector) without(epoch int, all []state.Command) []state.Command {
-	return slices.DeleteFunc(all, func(c state.Command) bool {
+	left := slices.DeleteFunc(slices.Clone(all), func(c state.Command) bool {
 		return slices.Contains(i.dropped, dropped{epoch, c.String()})
 	})
+	i.omitted += len(all) - len(left)
+	return left
 }
 
 // settle records the stages of all seeds. From now on, only the trainer changes them.
