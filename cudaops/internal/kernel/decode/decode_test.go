@@ -43,6 +43,31 @@ func TestAttention(t *testing.T) {
 	}
 }
 
+// TestClustered checks which attention runs in clusters: of heads and types that the kernels support, if the clusters
+// keep the GPU busy.
+func TestClustered(t *testing.T) {
+	h200 := gpu.DeviceInfo{SMs: 132, Major: 9, SharedPerBlock: 227 << 10}
+	base := Attention{Geometry: Geometry{Heads: 32, KVHeads: 8, HeadDim: 64, Capacity: 2048}, Type: gpu.BFloat16}
+	for _, c := range []struct {
+		change func(*Attention)
+		want   bool
+	}{
+		{func(a *Attention) {}, true},
+		{func(a *Attention) { a.Capacity = 4096 }, false},
+		{func(a *Attention) { a.Capacity, a.Window = 4096, 512 }, true},
+		{func(a *Attention) { a.Heads, a.KVHeads = 4, 1 }, false},
+		{func(a *Attention) { a.Type = gpu.Float32 }, false},
+		{func(a *Attention) { a.HeadDim = 72 }, false},
+		{func(a *Attention) { a.K = 2 }, false},
+		{func(a *Attention) { a.Heads, a.HeadDim = 64, 256 }, true},
+	} {
+		a := base
+		c.change(&a)
+		require.Equal(t, c.want, a.clustered(h200), "%+v", a)
+	}
+	require.False(t, base.clustered(gpu.DeviceInfo{SMs: 108, Major: 8, SharedPerBlock: 163 << 10}))
+}
+
 // decodeAll decodes the last tokens of a sequence, starting from a cache filled with the earlier
 // keys and values.
 func decodeAll(g *kerneltest.Rig, s Geometry, tokens int, dt gpu.DType, turned bool) {
