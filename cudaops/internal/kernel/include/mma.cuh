@@ -1,5 +1,10 @@
 // Matrix products of tiles by the tensor cores of a warp (mma.sync), for compute capability 8.0 and
 // later.
+//
+// All lanes of a warp must take part in a product. The compiler does not know this: if some lanes load
+// an operand and others set it to zero, it may copy the product into both branches, and the warp waits
+// for itself forever. Such lanes must load zeros from memory instead, or the machine code must have as
+// many HMMA instructions as the source has products.
 #pragma once
 #include "tile.cuh"
 
