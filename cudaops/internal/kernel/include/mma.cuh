@@ -3,8 +3,8 @@
 //
 // All lanes of a warp must take part in a product. The compiler does not know this: if some lanes load
 // an operand and others set it to zero, it may copy the product into both branches, and the warp waits
-// for itself forever. Such lanes must load zeros from memory instead, or the machine code must have as
-// many HMMA instructions as the source has products.
+// for itself forever. The machine code must have as many HMMA instructions as the source has products;
+// a load that inline assembly predicates prevents such branches, and choosing an address does not.
 #pragma once
 #include "tile.cuh"
 
