@@ -18,7 +18,6 @@
 // type, up to a power of two, which a multiplication removes without rounding. A pair of NF4 codes is an index of a
 // table in shared memory with a copy for every lane, so that lanes never access the same bank. The sums of a chunk,
 // which is an NF4 block, are multiplied by the block's scale in float32.
-#include "ahead.cuh"
 #include "common.cuh"
 #include "gate.cuh"
 #include "mma.cuh"
@@ -38,7 +37,6 @@ struct Args {
   void* y;
   const void *x, *c;  // c may be null or y
   const float* table;
-  Ahead ahead;
   Part parts[kMostParts];
   int rows, n, depth;  // n columns of y
   int steady, early, isGELU;  // see Overlap in product.go
@@ -151,7 +149,6 @@ template <class T, bool NF4, int tiles, bool Gated> __device__ __forceinline__ v
   int tile = blockIdx.x;
   select(tile);
   if (a.steady) loadW(warp);
-  prefetch(a.ahead, blockIdx.x, gridDim.x);
   if constexpr (NF4) {
     for (int i = threadIdx.x; i < kPairs * kWarp; i += kPackedWarps * kWarp) {
       const int pair = i / kWarp;

@@ -69,7 +69,7 @@ func (a PackedProduct) Launch(q *kernel.Queue) {
 	name += fmt.Sprint("_", tiles, kernel.Suffix(a.Type))
 	c.Grid.X = min(kernel.CeilDiv(a.Columns, perBlock), q.Resident("decode_packed", name, c))
 
-	args := kernel.Struct{a.Y, a.X, a.C, a.Table, kernel.Struct{gpu.Ptr(0), gpu.Ptr(0), 0, 0}}
+	args := kernel.Struct{a.Y, a.X, a.C, a.Table}
 	for _, p := range a.Parts {
 		args = append(args, kernel.Struct{p.Codes, p.Nested, p.Scales, float64(p.Offset), p.Rows})
 	}
