@@ -410,8 +410,8 @@ func TestAdaptersInBatches(t *testing.T) {
 	requireNoLeaks(t, device)
 }
 
-// seededModels returns models with seeds after the blocks of a model: of LowRank, of ChunkMLP, and of both in chunks, at
-// several α.
+// seededModels returns models with seeds after the blocks of a model: LowRank seeds, ChunkMLP seeds, and both kinds in
+// several chunks with different values of α.
 func seededModels(t *testing.T, base *llm.Model) (all []*llm.Model) {
 	for rank, kind := range []blueprints.Kind{blueprints.LowRank, blueprints.ChunkMLP} {
 		m, err := llm.TuneSeeds(base, kind, 2+7*rank)

@@ -28,7 +28,7 @@ import (
 type tuning struct {
 	adapter   llm.LoRA
 	tuned     []string
-	seeds     blueprints.Kind // of new seeds after all blocks, if tuned names those
+	seeds     blueprints.Kind // kind of the new seeds after all blocks, if tuned names seeds
 	traits    llm.Traits
 	recompute bool
 	mlps      int               // blocks whose MLPs are recomputed

@@ -49,8 +49,8 @@ func (r *meters) send() error {
 	return err
 }
 
-// read waits for the last run and passes its figures on, unless that has been done. It does not wait for an update
-// after the run.
+// read waits for the last run and passes its figures to the ops, unless it has already done so. It does not wait for an
+// update that follows the run.
 func (r *meters) read() error {
 	if r == nil || !r.unread {
 		return nil

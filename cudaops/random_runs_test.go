@@ -120,7 +120,7 @@ func TestRandomRanks(t *testing.T) {
 	})
 }
 
-// TestRanksSaveWithoutOptimizer checks that ranks can save a frozen model before anything is planted that learns.
+// TestRanksSaveWithoutOptimizer checks that ranks can save a frozen model before anything that learns has been planted.
 func TestRanksSaveWithoutOptimizer(t *testing.T) {
 	c, err := runtest.Parse(`{"seed":1,"model":{"vocab":40,"dim":8,"layers":1,"heads":2,"ff":8,"seq":8,
 		"weights":[{"block":0,"layer":"q"}]},

@@ -33,11 +33,11 @@ func Adapt(m *Model, a LoRA, seed uint64) (*Model, error) {
 	})
 }
 
-// An Adapter holds low-rank adapters or chunk seeds for a model, apart from that model. [Model.Attach] adds low-rank
-// adapters to it, and a [Batcher] chooses among several adapters for each text.
+// An Adapter holds low-rank adapters, chunk seeds, or both, separately from the model that they change. [Model.Attach]
+// adds low-rank adapters to a model. A [Batcher] can use a different adapter for each text.
 type Adapter struct {
-	LoRA   LoRA        // its zero value if there are only seeds
-	Params []Param     // of LoRA, by the names that a model with the adapters has for them
+	LoRA   LoRA        // zero if there are only seeds
+	Params []Param     // of LoRA, with the names that they have in a model with the adapters
 	Seeds  []SeedLayer // in the order of their blocks
 }
 

@@ -19,7 +19,7 @@ import (
 // A SeedLayer holds the seeds of the Kasmina layer after a block, apart from a model.
 type SeedLayer struct {
 	Block  int         // the block before the layer
-	Chunks int         // the number of equal chunks of the features
+	Chunks int         // the number of equal chunks into which the features are divided
 	Seeds  []ChunkSeed // in the order of their chunks
 }
 
@@ -38,7 +38,7 @@ type ChunkSeed struct {
 // [TuneSeeds], or after training with TrainConfig.Frozen.
 //
 // SeedAdapter returns an error if seeds in the stream or in depth change the output, if the kind of a chunk seed is a
-// graph, or if the Kasmina layers are in the mode Strict.
+// graph, or if the Kasmina layers are in Strict mode.
 func (m *Model) SeedAdapter() (*Adapter, error) {
 	done, err := m.Current()
 	if err != nil {
@@ -53,7 +53,7 @@ func (m *Model) SeedAdapter() (*Adapter, error) {
 	return a, nil
 }
 
-// seedAdapter implements SeedAdapter for a model that is locked.
+// seedAdapter implements SeedAdapter for a locked model.
 func (m *Model) seedAdapter() (*Adapter, error) {
 	c, a := m.Config, &Adapter{}
 	if m.KasminaOptions.Stability == op.Strict {
@@ -126,7 +126,7 @@ func (m *Model) addWeightSeeds(a *Adapter) error {
 		return nil
 	}
 
-	// The products of an adapter have the factor 1. The factors of its seeds become part of b.
+	// Each Alpha equals its rank, so the adapter itself adds no factor. The seeds' factors are multiplied into b.
 	a.LoRA = LoRA{Rank: 1, Alpha: 1, Ranks: map[string]int{}, Alphas: map[string]float64{}}
 	for _, target := range m.Config.LinearLayers() {
 		seeds := planted[target]
@@ -150,7 +150,8 @@ func (m *Model) addWeightSeeds(a *Adapter) error {
 	return nil
 }
 
-// stackLoRA returns the matrices a and b of one adapter with the function of several seeds at one weight.
+// stackLoRA returns the matrices a and b of an adapter that computes the sum of several seeds at one weight. scales holds
+// the factor of each seed, and rank is the sum of their ranks.
 func (m *Model) stackLoRA(seeds []Planted, scales map[Planted]float64, rank int) (a, b *tensor.Dense) {
 	shape := func(ending string) tensor.Shape { return m.Param(seeds[0].Prefix() + ending).Shape() }
 	in, out := shape("a")[1], shape("b")[0]
@@ -172,7 +173,8 @@ func (m *Model) stackLoRA(seeds []Planted, scales map[Planted]float64, rank int)
 	return a, b
 }
 
-// placeColumns writes the n columns of a matrix, multiplied by s, to a wider one from a column on.
+// placeColumns multiplies a matrix of n columns by s and writes it to n consecutive columns, starting at column from, of a
+// matrix with width columns.
 func placeColumns[T float32 | float64](to, columns []T, s T, width, n, from int) {
 	for i := range len(columns) / n {
 		for j := range n {
@@ -232,8 +234,8 @@ func SeedConfig(c Config, kind blueprints.Kind, rank int) (Config, error) {
 // SeedPatterns returns patterns for TrainConfig.Tuned that match the parameters of chunk seeds and nothing else.
 func SeedPatterns() []string { return []string{"*." + kasminaWeights, "*." + kasminaScales} }
 
-// withLayers returns a model of configuration c, which adds Kasmina layers to m's configuration. The models share m's
-// parameters.
+// withLayers returns a model that shares m's parameters and has configuration c, which is m's configuration with added
+// Kasmina layers.
 func (m *Model) withLayers(c Config) (next *Model, err error) {
 	if err := c.Check(); err != nil {
 		return nil, err
@@ -251,7 +253,7 @@ func (m *Model) withLayers(c Config) (next *Model, err error) {
 	return next, err
 }
 
-// activate moves a dormant seed through all stages up to the given one.
+// activate plants a blueprint in a dormant seed, and moves the seed through all stages up to the given one.
 func (m *Model) activate(layer, seed, slot int, kind blueprints.Kind, to state.Stage) error {
 	commands := []state.Command{{Action: state.Germinate, Layer: layer, Seed: seed,
 		Request: state.GerminationRequest{Slot: slot, Kind: kind}}}
@@ -265,7 +267,7 @@ func (m *Model) activate(layer, seed, slot int, kind blueprints.Kind, to state.S
 	return m.Kasmina.Do(commands...)
 }
 
-// layer returns the layer in the form of package chunks.
+// layer converts l to a layer of package chunks.
 func (l SeedLayer) layer() (*chunks.Layer, error) {
 	out := &chunks.Layer{Chunks: l.Chunks}
 	for _, s := range l.Seeds {
@@ -282,7 +284,7 @@ func (l SeedLayer) layer() (*chunks.Layer, error) {
 	return out, nil
 }
 
-// seedsFit returns an error unless the seeds fit models of a configuration and type.
+// seedsFit returns an error unless the adapter's seeds fit models of configuration c with parameters of type dt.
 func (a *Adapter) seedsFit(c Config, dt tensor.Dtype) error {
 	before := -1
 	for _, l := range a.Seeds {

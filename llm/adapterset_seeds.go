@@ -11,22 +11,23 @@ import (
 	"github.com/kasmina-go/kasmina/op"
 )
 
-// A stackedBlock identifies the seeds of one kind that a set has after one block.
+// A stackedBlock identifies the stacked seeds of one kind after one block.
 type stackedBlock struct {
 	block int
 	kind  blueprints.Kind
 }
 
-// prefix returns the prefix of the names of the parameters.
+// prefix returns the prefix of the names of the stacked parameters.
 func (b stackedBlock) prefix() string { return fmt.Sprintf("%sseeds.%v", blockPrefix(b.block), b.kind) }
 
 // stackSeeds stacks the seeds of all adapters, like the low-rank adapters of a layer. All seeds of one kind after a block
-// share the matrices a and b. With k, the adapter of row r, they compute
+// share the matrices a and b. If row r uses adapter k, they compute
 //
 //	y[r] = x[r] + (s[k] ⊙ f(x[r]·aᵀ))·bᵀ
 //
-// f is the identity for the kind LowRank, and silu for ChunkMLP. A row of a, or a column of b, is zero outside the chunk
-// of its seed.
+// where f is the identity for the kind LowRank, and silu for ChunkMLP. s[k] holds the factors of adapter k's seeds, and
+// zeros for the seeds of other adapters. Each row of a and each column of b belongs to one seed, and is zero outside the
+// seed's chunk.
 func (s *AdapterSet) stackSeeds(c Config, all *selectable) error {
 	for _, i := range slices.Sorted(maps.Keys(all.seeds)) {
 		ranks := map[blueprints.Kind]int{}
@@ -79,13 +80,13 @@ func (s *AdapterSet) stackSeeds(c Config, all *selectable) error {
 	return nil
 }
 
-// stackedSeeds are the nodes of a stackedBlock.
+// stackedSeeds holds the nodes of a stackedBlock.
 type stackedSeeds struct {
 	a, b, shares *gorgonia.Node
 	kind         blueprints.Kind
 }
 
-// addSetSeeds adds the parameters of the set's seeds.
+// addSetSeeds adds nodes for the parameters of the set's seeds.
 func (b *graphBuilder) addSetSeeds(node func(name string) *gorgonia.Node) {
 	b.stackedSeeds = map[int][]stackedSeeds{}
 	for _, at := range b.set.seeds {
@@ -95,7 +96,7 @@ func (b *graphBuilder) addSetSeeds(node func(name string) *gorgonia.Node) {
 	}
 }
 
-// apply applies to each row of x the seeds of the row's adapter.
+// apply applies the seeds of each row's adapter to x.
 func (s stackedSeeds) apply(x, adapters *gorgonia.Node) (*gorgonia.Node, error) {
 	shares, err := op.Embedding(adapters, s.shares)
 	if err != nil {

@@ -231,8 +231,8 @@ func TestBatcherAdapters(t *testing.T) {
 	t.Run("compact model", func(t *testing.T) { testBatcherAdapters(t, tensor.Float32, true, 2e-5) })
 }
 
-// seededModels returns models with seeds after the blocks of a model: of LowRank, of ChunkMLP, and of all kinds, at
-// various α, in chunks.
+// seededModels returns models with seeds after the blocks of a model: LowRank seeds, ChunkMLP seeds, and seeds of all
+// kinds in several chunks with different values of α.
 func seededModels(t *testing.T, base *Model) (all []*Model) {
 	for _, kind := range []blueprints.Kind{blueprints.LowRank, blueprints.ChunkMLP} {
 		m, err := TuneSeeds(base, kind, 3)
@@ -254,7 +254,7 @@ func seededModels(t *testing.T, base *Model) (all []*Model) {
 	return append(all, m)
 }
 
-// fillSeeds gives the seeds of a model weights that change it.
+// fillSeeds sets the weights of a model's seeds so that the seeds change its output.
 func fillSeeds(m *Model) {
 	for k, p := range m.Params {
 		if !IsSeedParam(p.Name) {

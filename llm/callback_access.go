@@ -185,7 +185,7 @@ func (s *seedEvents) take() []state.Event {
 }
 
 // emitEpochEnd emits EpochEnd with the seed events since the previous one, if the last step completed an epoch
-// of the lattices or if somebody has steered the seeds since the events of the step before.
+// of the lattices or the seeds have been steered since the events of the previous step.
 func (t *Trainer) emitEpochEnd() error {
 	steered := t.steering.told
 	t.steering.told = false

@@ -65,7 +65,7 @@ type checkpointer struct {
 	parts      bool
 	release    func() error // releases the claim on the directory
 	tried      int          // last step saved, or attempted, in this run; at first the run's initial step
-	complete   int          // step that the file holds after a save in this run that succeeded; 0 before one
+	complete   int          // step of the last successful save; 0 before the first
 	step       int          // step being written
 	written    chan error   // receives the result of the write; nil when nothing is being written
 }

@@ -167,7 +167,8 @@ func widenPart(to []float32, part []byte, dtype string) ([]float32, error) {
 // Config returns the model's configuration.
 func (m *CompactModel) Config() Config { return m.parts.Config }
 
-// WithSeeds returns a model that applies the chunk seeds of an adapter to all texts. It shares the memory of m.
+// WithSeeds returns a model that shares the memory of m and applies the chunk seeds of an adapter to all texts. They
+// replace any seeds that m has from an earlier call.
 func (m *CompactModel) WithSeeds(a *Adapter) (*CompactModel, error) {
 	if err := a.fits(m.parts.Config, m.parts.dtype()); err != nil {
 		return nil, fmt.Errorf("llm: WithSeeds: %w", err)

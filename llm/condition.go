@@ -36,7 +36,7 @@ const (
 	modelLost     // the parameters could not be restored
 	pushFailed
 	engineLost
-	allLost  // the engine and the parameters in it
+	allLost  // the engine was lost, and with it the only copy of the parameters
 	restored // a checkpoint, or another trainer's changes to the model, was taken over
 	closing
 )
@@ -114,9 +114,9 @@ func (c condition) mirrored() bool {
 	return c.phase == ready || c.phase == incomplete || c.phase == damaged
 }
 
-// undo restores the state from before an operation, which has failed if cause is not nil. It calls all of the
-// functions, even if one of them fails, and returns the cause. If the state cannot be restored, the error says
-// so, and the trainer needs a Resume.
+// undo restores the state from before an operation. cause is the error of the operation, or nil. undo calls all of
+// the functions, even if one of them fails, and returns the cause. If the state cannot be restored, the error also
+// says so, and the trainer needs a Resume.
 func (c *condition) undo(cause error, restore ...func() error) error {
 	var failed error
 	for _, f := range restore {

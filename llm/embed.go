@@ -10,7 +10,7 @@ import (
 	"gorgonia.org/gorgonia"
 )
 
-// Pooling selects how Embed combines the states of a text's tokens to one vector.
+// Pooling selects how Embed combines the states of a text's tokens into one vector.
 type Pooling uint8
 
 const (

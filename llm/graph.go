@@ -286,7 +286,7 @@ type graphBuilder struct {
 	blocks     block.Builder // builder for sequences of up to Config.Seq; its Position is set for cached decoding
 	cached     bool          // whether to add a Position
 	spanRows   int           // rows of a graph with blocks.Spans
-	adapters   *selectable   // among which selection chooses for each row
+	adapters   *selectable   // from which selection chooses for each row
 	selection  *lowrank.Selection
 	states     bool // whether to output states instead of logits
 	set        *AdapterSet
@@ -695,7 +695,8 @@ func (b *graphBuilder) block(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 	return b.streams(i, x)
 }
 
-// selectSeeds adds the chunk seeds after block i among which texts choose.
+// selectSeeds applies the chunk seeds of adapters after block i: ModelParts.Seeds to all texts, and then to each text the
+// seeds that it has chosen.
 func (b *graphBuilder) selectSeeds(i int, x *gorgonia.Node) (*gorgonia.Node, error) {
 	var err error
 	for _, l := range b.Seeds {

@@ -131,7 +131,7 @@ func (m modelState) become(next layout, source func(name string) string,
 	return grown
 }
 
-// findAs records where the values of a parameter are, which takes its values from parameter from of another model.
+// findAs records where the engine holds the values of a parameter that equals the parameter from of another model.
 func (m *modelState) findAs(name string, other modelState, from string) {
 	at, ok := other.From[from]
 	if !ok {
@@ -258,7 +258,8 @@ func (m modelState) planted(site blueprints.Site, seed int) (o plantedSeed, err 
 	return o, nil
 }
 
-// replace returns the model with the given values, of which the named ones are new. The moments do not change.
+// replace returns the model with the given values for all of its parameters. Only the values of the named parameters
+// differ from those that the engine holds. The moments do not change.
 func (m modelState) replace(values map[string]*tensor.Dense, names []string) modelState {
 	m.Params = slices.Clone(m.Params)
 	for i := range m.Params {

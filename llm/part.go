@@ -148,6 +148,7 @@ func (t *Trainer) startParts(ctx context.Context) error {
 	return eachPart(t, func(p RunStarter) error { return p.StartRun(Turn{t, ctx}) })
 }
 
+// prepareParts calls PrepareStep of the parts.
 func (t *Trainer) prepareParts() error {
 	return eachPart(t, func(p StepPreparer) error { return p.PrepareStep(Turn{t, t.context()}) })
 }

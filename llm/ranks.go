@@ -31,20 +31,20 @@ type team struct {
 	// ranks meet. They are called on the goroutine of Run; the trainer's mu guards the list.
 	meetings []func(stepEnd Event) bool
 
-	// alone is a failure to access the parameters, after which a command has been rejected here but perhaps
-	// not at other ranks.
+	// alone is a failure to access the parameters. It has made this rank reject a command that other ranks may
+	// have carried out.
 	alone error
 }
 
-// failedAlone records such a failure.
+// failedAlone records a failure to access the parameters, if there are other ranks.
 func (r *team) failedAlone(cause error) {
 	if r.ranks() != nil {
 		r.alone = cmp.Or(r.alone, cause)
 	}
 }
 
-// agreeOnCommands completes commands that all ranks have carried out, or failed to record with err. It returns an
-// error on all ranks if one of them has failed, or could not access the parameters that a command needs.
+// agreeOnCommands is called by all ranks after they have carried out commands. err is this rank's error, or nil. If a
+// rank has failed, or could not access the parameters that a command needs, every rank receives an error.
 func (r *team) agreeOnCommands(err error) error {
 	if r.alone != nil && err == nil {
 		err = fmt.Errorf("a command has been rejected on this rank alone: %w", r.alone)
@@ -171,7 +171,7 @@ func (r *team) meetingAhead() bool {
 	return slices.ContainsFunc(meetings, func(ahead func(Event) bool) bool { return ahead(e) })
 }
 
-// refuse makes the step that this rank cannot start fail at all ranks, with the reason.
+// refuse makes a step that this rank cannot start fail on all ranks, for the given reason.
 func (r *team) refuse(why error) {
 	if e := r.ranks(); e != nil {
 		r.refuseStep(e, why)

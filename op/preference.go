@@ -77,7 +77,7 @@ func (p Preference) Check() error {
 	return nil
 }
 
-// Loss returns the settings in the form that machines use.
+// Loss returns the settings for package internal/cpu/preference, which machines use too.
 func (p Preference) Loss() preference.Loss {
 	return preference.Loss{Kind: preference.Kind(slices.Index(PreferenceKinds, p.Kind)), Beta: p.Beta,
 		Smoothing: p.Smoothing}
@@ -109,7 +109,7 @@ type PreferenceLossOp struct {
 	opbase.Base
 	Preference
 	figures PreferenceFigures
-	pairs   []preference.Pair // scratch memory, by number
+	pairs   []preference.Pair // scratch memory, by the numbers of the pairs
 }
 
 // PreferenceLoss computes the mean loss of preference pairs from the log-probabilities of their tokens:
@@ -163,7 +163,7 @@ func (o *PreferenceLossOp) TakeFigures() PreferenceFigures {
 	return f
 }
 
-// AddFigures adds the figures of pairs that a machine has computed in place of Do.
+// AddFigures adds figures that a machine has computed instead of calling Do.
 func (o *PreferenceLossOp) AddFigures(f PreferenceFigures) { o.figures = o.figures.Plus(f) }
 
 // CheckAnswers returns an error unless every answer belongs to a pair with a number less than the number of

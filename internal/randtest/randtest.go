@@ -58,8 +58,8 @@ func NeedsLong(t testing.TB, reason string) {
 	}
 }
 
-// all reports whether a test checks all of its cases. That is so if [Long], and also if the seed is given: a
-// test that has failed is then being repeated, and the failing case must be among its cases.
+// all reports whether a test checks all of its cases, because tests are [Long] or the seed is given. A given seed
+// means that a failed test is being repeated, and the case that failed must be among its cases.
 func all() bool { return Long() || os.Getenv(seedVariable) != "" }
 
 // Sample returns the cases of a table that a test checks. These are the cases named by always, and others

@@ -464,7 +464,7 @@ func (k *checker) resumesOnRanks(c *Case, path string, step int, end []byte) {
 	k.checked(Resumes)
 }
 
-// possibleOnRanks reports whether several ranks can make a run. They cannot listen to a frozen model.
+// possibleOnRanks reports whether several ranks can run a case. They cannot listen to a frozen model.
 func possibleOnRanks(c Case) bool { return !c.Train.Frozen || c.Growth == nil && !c.Train.Directed }
 
 // onRanks returns the case for several ranks, or nil if it cannot run on them.

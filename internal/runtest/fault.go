@@ -118,8 +118,8 @@ func (r *rig) abandons() bool {
 	return slices.ContainsFunc(r.told, func(t told) bool { return t.err != nil })
 }
 
-// savesOrRefuses checks a run that has abandoned unknown growth. Its trainer must still be able to save, or
-// say that it needs a Resume.
+// savesOrRefuses checks the end of a run that has abandoned growth, without knowing which. The trainer must still be
+// able to save, or say that it needs a Resume.
 func (k *checker) savesOrRefuses(r *rig, what string) {
 	if _, err := r.save(); err != nil && !resumeFirst(err) {
 		k.fail(Unharmed, "%s: saving the end: %w", what, err)

@@ -96,7 +96,7 @@ func (p memoryCase) train(t *testing.T, device *cudaops.Device) (plan llm.Memory
 }
 
 // TestMemoryPlan compares the memory that runs plan with the driver's count in ten configurations. Evaluating and saving
-// take no memory in addition to that of the first step.
+// must not take more memory than the first step has taken.
 func TestMemoryPlan(t *testing.T) {
 	device := open(t)
 	lora := llm.LoRA{Rank: 16, Alpha: 32}

@@ -62,7 +62,7 @@ var understood = []string{"base_model_name_or_path", "bias", "inference_mode",
 	"qalora_group_size", "fan_in_fan_out", "runtime_config", "eva_config", "corda_config", "loftq_config",
 	"lora_ga_config", "arrow_config"}
 
-// isSeeds reports whether the configuration is that of chunk seeds.
+// isSeeds reports whether the configuration describes chunk seeds.
 func (c adapterConfig) isSeeds() bool { return c.PEFTType == seedsType }
 
 // modules maps the names of a model's layers to PEFT's names for them.
@@ -401,11 +401,11 @@ func transpose(x []float32, rows, columns int) []float32 {
 }
 
 // SaveAdapter writes the adapters of a model as a folder that PEFT loads: adapter_config.json,
-// adapter_model.safetensors in float32, and the files of the tokenizer with its chat
-// template. base names the model that the adapters belong to, for programs that load both.
+// adapter_model.safetensors in float32, and the files of the tokenizer with its chat template. base names
+// the model that the adapters belong to, for programs that load both.
 //
-// For a model with Kasmina layers, SaveAdapter writes its chunk seeds (see [llm.Model.SeedAdapter]) in a format of its
-// own, which PEFT refuses.
+// For a model with Kasmina layers, SaveAdapter writes its chunk seeds (see [llm.Model.SeedAdapter]) in Kasmina's own
+// format, which PEFT rejects.
 //
 // Of the options of SavePretrained, only [Like], [WithTokenizer] and [WithFile] have an effect. The
 // folder must be new or empty, and it appears only once it is complete.
@@ -539,7 +539,7 @@ func (s *saving) collectAdapter(base string, c llm.Config) error {
 	return s.collectConfig(adapterConfigOf(base, c, names))
 }
 
-// collectConfig gathers the configuration and the files of the tokenizer.
+// collectConfig collects the configuration and the files of the tokenizer.
 func (s *saving) collectConfig(c any) error {
 	text, err := json.MarshalIndent(c, "", "  ")
 	if err != nil {

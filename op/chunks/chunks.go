@@ -34,7 +34,7 @@ type Seed struct {
 	Weights any // []float32 or []float64, as many as the kind uses
 }
 
-// Width returns the width of a slot, which holds the weights of any of the layer's seeds.
+// Width returns the width of slots, which is enough for the weights of each of the layer's seeds.
 func (l *Layer) Width(features int) int {
 	width := features / max(1, l.Chunks)
 	for _, s := range l.Seeds {

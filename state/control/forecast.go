@@ -51,9 +51,9 @@ type Forecast struct {
 	// Tolerance is the difference, relative to the current loss, below which two predictions count as
 	// equal.
 	Tolerance float64
-	// Patient makes the model wait as long as growing later lowers the prediction at all and, for the first growth, by
-	// more than a fifth of Tolerance. According to the law, this lowers the final loss a little, but no run on a GPU has
-	// confirmed that yet (docs/lab/growth.md).
+	// Patient replaces Tolerance in the last condition. Before the first growth, the model waits if growing later is
+	// better by more than a fifth of Tolerance, and before further growths, if growing later is better at all. According
+	// to the law, this lowers the final loss a little, but no run on a GPU has confirmed that yet (docs/lab/growth.md).
 	Patient bool `json:",omitempty"`
 	// Trained means that the model was trained before the run. Because the number of tokens is unknown,
 	// 20 tokens for each parameter in the model's blocks are assumed.
@@ -468,9 +468,9 @@ func (f *Forecast) view(r state.Report) (v view) {
 // refusal explains why a model keeps its blocks.
 const refusal = "; it does not grow, because that would not pay off by the end of the run"
 
-// firstWaiting is the part of Tolerance by which a later first growth must end lower for a patient model to wait. The law
-// leaves out the start of training, in which a model learns as fast with few blocks, and therefore places the first
-// growth up to twice too late. It is right about further ones.
+// firstWaiting is the fraction of Tolerance by which the predicted loss must fall for a patient model to postpone its first
+// growth. The law leaves out the start of training, in which a model with few blocks learns just as fast, and therefore
+// places the first growth up to twice as late as would be best. It places further growths correctly.
 const firstWaiting = 0.2
 
 // laterFlat is the threshold of isFlat for further growths. The first growth may take place on a short

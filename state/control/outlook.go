@@ -76,9 +76,9 @@ func (o outlook) grow(g growthOption, further float64) float64 {
 	return loss
 }
 
-// fromStart returns the lowest final loss of the models with the blocks of any of the given growths, and of further ones,
-// from the start of the run, and the factor by which that model has more blocks. tokens is the number of tokens that the
-// current model would see in the whole run.
+// fromStart returns the lowest final loss of a model that has had more blocks since the start of the run, and the factor
+// by which it has more. The candidates have as many blocks as the given growths, or the growths that can follow them,
+// would lead to. tokens is the number of tokens that the current model would see in the whole run.
 func (o outlook) fromStart(all []growthOption, tokens float64) (loss, factor float64) {
 	loss = math.Inf(1)
 	for _, g := range all {

@@ -6,8 +6,8 @@
 // kernels on a stream. It returns before they have run. It returns an error for sizes and types
 // that no kernel accepts, but does not check pointers.
 //
-// Numbers are stored as float32, float16 or bfloat16, and computations use float32. The same inputs
-// are bit-identical on every run on the same model of GPU.
+// Numbers are stored as float32, float16 or bfloat16, and computations use float32. On the same
+// model of GPU, the same inputs give bit-identical results on every run.
 package kernel
 
 import (

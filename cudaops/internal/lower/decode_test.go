@@ -81,8 +81,8 @@ func TestDecodingNorms(t *testing.T) {
 	require.Equal(t, []float64{1e-5}, folded)
 }
 
-// TestDecodingSteady checks that a product loads its weights before the preceding launch has ended only if those of its
-// norm, which it loads too, are not computed by a launch.
+// TestDecodingSteady checks that a product loads its weights before the preceding launch has ended only if no launch
+// computes the weights of its norm, which it loads at the same time.
 func TestDecodingSteady(t *testing.T) {
 	for _, plusOne := range []bool{false, true} {
 		g := gorgonia.NewGraph()

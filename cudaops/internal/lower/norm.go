@@ -73,8 +73,8 @@ func lowerRMSNormGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *progr
 	return packed(dx, dw)
 }
 
-// normGrads returns arrays for the gradients of the weights w, and of the biases of the same shape, of a norm of x whose
-// gradients n computes. An array that no node reads has no memory.
+// normGrads returns arrays for the gradients that n, the backward pass of a norm of x, computes: dw for the weights w, and
+// db for biases of the same shape. An array that no node reads has no memory.
 func (c *compiler) normGrads(n *gorgonia.Node, x, w *program.Array) (dw, db *program.Array) {
 	of := func(offset int) *program.Array {
 		if !c.lasting[n] && c.partOf(n, offset) == nil {

@@ -1,9 +1,9 @@
-// Package preference computes the loss of preference pairs, whose formulas are in op.Preference.
+// Package preference computes the losses of preference pairs. The documentation of op.Preference states their formulas.
 package preference
 
 import "math"
 
-// A Kind is a formula for the loss of a pair. The kernels on a GPU know the kinds by these numbers.
+// A Kind is a formula for the loss of a pair. The GPU kernels use the same numbers.
 type Kind int
 
 // The kinds of losses.
@@ -30,8 +30,8 @@ type Pair struct {
 // Present reports whether any row belongs to the pair.
 func (x Pair) Present() bool { return x.Rows[0]+x.Rows[1] > 0 }
 
-// Gather sums up the rows of each pair, and returns the number of pairs. Pairs has one element for each number of a
-// pair, and all elements of answers are less than twice as many.
+// Gather sets each element of pairs to the sums over the rows of the pair with that number, and returns the number of
+// pairs that have rows. Every element of answers must be less than 2·len(pairs).
 func Gather[T float32 | float64](pairs []Pair, logProbs, reference []T, answers []int) (n int) {
 	clear(pairs)
 	for r, a := range answers {
@@ -63,7 +63,7 @@ func (l Loss) Of(x Pair) (loss float64, grad [2]float64) {
 	var slope float64
 	switch l.Kind {
 	case Hinge:
-		// A z that is not a number must not pass for a loss of 0.
+		// If z is NaN, the loss must be NaN, not 0.
 		if !(z >= 1) {
 			loss, slope = 1-z, -1
 		}

@@ -12,7 +12,7 @@ const (
 
 	// Limits against files that would take too long to open. Published vocabularies stay far below them.
 	longestPiece   = 256 // bytes
-	mostPieceSplit = 32  // merges for each token, on average
+	mostPieceSplit = 32  // average number of merges per token
 )
 
 // sentencePiece completes a tokenizer.json for SentencePiece's byte-pair encoding, which llama.cpp calls "llama". It has
@@ -31,7 +31,8 @@ func (d *document) sentencePiece(v *vocabulary, t map[string]any) error {
 		return err
 	}
 
-	// Texts start with a space, which decoding removes. Spaces become visible characters.
+	// Spaces become visible characters. Unless the file says otherwise, encoding also puts a space before the text, which
+	// decoding removes.
 	spaces := map[string]any{"type": "Replace", "pattern": map[string]any{"String": " "}, "content": space}
 	normalizers := []any{spaces}
 	decoders := []any{

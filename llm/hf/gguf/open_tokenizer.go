@@ -61,12 +61,12 @@ func (p preTokenizer) stages() any {
 
 // An encoding is a kind of tokenizer.
 type encoding struct {
-	begin, end int         // ids of the tokens at the start and the end of a text, if the file does not name them; or -1
+	begin, end int         // default ids of the tokens at the start and the end of a text; -1 for none
 	begins     func() bool // whether texts have a start-of-text token unless the file says otherwise
 	complete   func(v *vocabulary, tokenizer map[string]any) error
 }
 
-// encodings returns the encodings by llama.cpp's names for them.
+// encodings maps llama.cpp's names for encodings to the encodings.
 func (d *document) encodings() map[string]encoding {
 	return map[string]encoding{
 		"gpt2":  {-1, -1, func() bool { return preTokenizers[d.text("tokenizer.ggml.pre")].begin }, d.byteLevel},

@@ -43,8 +43,8 @@ func TestAttention(t *testing.T) {
 	}
 }
 
-// TestClustered checks which attention runs in clusters: of heads and types that the kernels support, if the clusters
-// keep the GPU busy.
+// TestClustered checks that attention runs in clusters if the kernels support its heads and type, and the clusters keep
+// the GPU busy.
 func TestClustered(t *testing.T) {
 	h200 := gpu.DeviceInfo{SMs: 132, Major: 9, SharedPerBlock: 227 << 10}
 	base := Attention{Geometry: Geometry{Heads: 32, KVHeads: 8, HeadDim: 64, Capacity: 2048}, Type: gpu.BFloat16}

@@ -1,4 +1,4 @@
-// Package preference has the kernels of the loss of preference pairs.
+// Package preference contains the kernels that compute the loss of preference pairs and its gradient.
 package preference
 
 import (
@@ -19,8 +19,8 @@ const lossThreads, gradientThreads = 1024, 256
 // for all other rows.
 //
 // Loss receives the loss, Figures the FigureCount figures, and Gradients [2·Rows] the derivatives of a pair's loss with
-// respect to the log-probabilities of the answers. Elements of Gradients for answers that do not exist stay as they
-// are.
+// respect to the log-probabilities of the answers. Elements of Gradients for answers without rows do not
+// change.
 type Forward struct {
 	Loss, Figures, Gradients     gpu.Ptr
 	LogProbs, Reference, Answers gpu.Ptr

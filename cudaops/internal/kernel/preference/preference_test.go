@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/cpu/preference"
 )
 
-// losses are the losses of the tests.
+// losses lists the settings with which the tests compute losses.
 var losses = []preference.Loss{{Kind: preference.Sigmoid, Beta: 0.25}, {Kind: preference.Sigmoid, Beta: 0.5, Smoothing: 0.25},
 	{Kind: preference.Hinge, Beta: 0.25}, {Kind: preference.IPO, Beta: 0.25}, {Kind: preference.Robust, Beta: 0.25,
 		Smoothing: 0.125}}
