@@ -1,8 +1,8 @@
-// Command grow compares two models that it trains for the same time, or with the same number of FLOPs, on the same text
-// and with the same random seed. The first has four blocks from the start. The second starts with two blocks, so that its
-// steps are faster, and receives two more while it trains if that is expected to lower its final loss. At
-// the end, the program prints how far the prediction was from the final loss, or why the model kept its
-// blocks.
+// Command grow compares two models that it trains for the same time, or with the same number of FLOPs, on the
+// same text and with the same random seed. The first has four blocks from the start. The second starts with
+// two blocks, so that its steps are faster, and receives two more while it trains if that is expected to lower
+// its final loss. At the end, the program prints how far the prediction was from the final loss, or why the
+// model kept its blocks.
 //
 //	go run ./examples/grow                                      # a minute on two cores
 //	go run ./examples/grow -data ~/notes -time 5m

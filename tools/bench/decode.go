@@ -87,7 +87,7 @@ type decodeResult struct {
 	TokensPS    float64 `json:"tok_s"`         // if nothing waits for the tokens
 	GBps        float64 `json:"gbps"`          // of weights, keys and values
 	HostTokens  float64 `json:"tok_s_host"`    // as programs see them
-	Prefill     float64 `json:"prefill_tok_s"` // of a second text with the same number of tokens
+	Prefill     float64 `json:"prefill_tok_s"` // of a prompt with the same number of tokens
 	Forward     float64 `json:"forward_tok_s"` // of the forward pass of training, for one text of that length
 	Fingerprint string  `json:"fingerprint"`   // the first tokens and logits
 }
@@ -339,7 +339,8 @@ func (d *decoding) time(ctx context.Context) (r decodeResult, err error) {
 	return r, nil
 }
 
-// prefill returns the speed of reading a text, in tokens per second. The last of four passes over different tokens is timed.
+// prefill returns the speed of reading a text, in tokens per second. It makes four passes over different tokens, and times
+// the last one.
 func (d *decoding) prefill(ctx context.Context, t *text) (float64, error) {
 	var took time.Duration
 	for i := range 4 {
@@ -356,7 +357,7 @@ func (d *decoding) prefill(ctx context.Context, t *text) (float64, error) {
 	return float64(d.position) / took.Seconds(), nil
 }
 
-// forward returns the speed of the loss of a text, in tokens per second, which training computes before the gradients.
+// forward returns the speed of the forward pass of training for one text, including its loss, in tokens per second.
 func (d *decoding) forward(ctx context.Context, model *llm.Inference) (speed float64, err error) {
 	g, err := llm.BuildGraph(llm.Outline(d.config), llm.ForLoss, 1, llm.WithWindow(d.position))
 	if err != nil {

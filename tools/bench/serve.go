@@ -90,9 +90,10 @@ type resources struct {
 	Goroutines int     `json:"goroutines"`
 }
 
-// serveLoad measures a server under load. Each client sends one request after the other, for one of the models by
-// name. A third of the answers are streamed, a fifth can end at a stop text, a few clients disconnect before or during
-// their answer, and a few requests are invalid.
+// serveLoad measures a server under load.
+//
+// Each client sends one request after the other, each for one of the models. A third of the requests ask for a stream, and
+// a fifth have stop texts. A few clients disconnect before or during their answer, and a few requests are invalid.
 func serveLoad(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	f := flag.NewFlagSet("serve", flag.ContinueOnError)
 	f.SetOutput(stderr)
@@ -197,8 +198,8 @@ func (l *load) openBatcher(ctx context.Context, p cudaops.Precision, c llm.Confi
 	return err
 }
 
-// drawnAdapters returns n adapters of rank 16 with random numbers: low-rank adapters of all linear layers, and chunk
-// seeds after all blocks, in turns.
+// drawnAdapters returns n adapters of rank 16 with random numbers. Low-rank adapters of all linear layers alternate with
+// chunk seeds after all blocks.
 func drawnAdapters(c llm.Config, n int) (all []*llm.Adapter, err error) {
 	const rank = 16
 	targets, err := c.MatchLayers(llm.AllLinear)

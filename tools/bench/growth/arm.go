@@ -27,7 +27,7 @@ type arm struct {
 	shares    []float64 // of the budget, one for each growth; empty if the controller decides
 	curve     bool      // control.Depth decides by the curve alone, without bounds
 	forecast  bool      // control.Forecast decides, within the given number of growths
-	patient   bool      // the control.Forecast is patient
+	patient   bool      // control.Forecast waits for the best moment (Forecast.Patient)
 	kind      string    // stack, interleave, middle or new
 	rate      float64   // peak learning rate; 0 for the best rate of the static arms
 	optimizer string    // one of optim.ChoiceNames

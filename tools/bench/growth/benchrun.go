@@ -33,8 +33,10 @@ const epochs = 200
 // trainingPoints is the number of training losses in a record.
 const trainingPoints = 128
 
-// train runs a job. If the run diverges, its record contains the reason. A model that grows follows decisions
-// and writes no decisions, unless decisions is nil.
+// train runs a job. If the run diverges, its record contains the reason.
+//
+// A model that grows follows the given decisions. If decisions is nil, its controller decides, and train records the
+// decisions.
 func (b *bench) train(ctx context.Context, j job, d *cudaops.Device, decisions *llm.Record) (r record, err error) {
 	r = record{job: j, Device: "CPU", Parameters: 0}
 	if d != nil {

@@ -15,9 +15,11 @@ type regret struct {
 	spread           float64  // largest standard deviation of an arm on the budget; 0 if all have a single random seed
 }
 
-// regrets returns the regret on each budget that has a run of control.Forecast and another arm with the same random
-// seed. If there are several arms with control.Forecast, it chooses the one with the most random seeds, and among these
-// the one with the lowest loss.
+// regrets returns the regret on each budget that has a run of control.Forecast and a run of another arm with the same
+// random seed.
+//
+// If several arms use control.Forecast, regrets chooses the arm with the most random seeds and, among these, the one with
+// the lowest loss.
 func regrets(rows []row) (all []regret) {
 	for _, g := range grouped(rows) {
 		controller := -1

@@ -39,8 +39,10 @@ func (s *study) readDecisions(j job) (r *llm.Record, err error) {
 	return llm.ReadRecord(f)
 }
 
-// replayAll repeats the growing runs whose names match only, one after the other on the first device, and follows
-// their recorded decisions. It prints a line for each run, and returns an error if one ends differently.
+// replayAll repeats the growing runs whose names match only, or all of them if only is nil, according to their recorded
+// decisions. The runs take place one after the other on the first device.
+//
+// It prints a line for each run that ends like the recorded one, and returns an error for every other run.
 func (b *bench) replayAll(ctx context.Context, only *regexp.Regexp, stdout io.Writer) error {
 	var errs []error
 	replayed := 0
@@ -83,8 +85,8 @@ func (b *bench) replayAll(ctx context.Context, only *regexp.Regexp, stdout io.Wr
 	return errors.Join(errs...)
 }
 
-// sameBits returns an error unless a run has ended with the same bits as r: after the same steps and growths, with the
-// same held-out losses and, if r has a sum of its weights, the same weights.
+// sameBits returns an error unless a run is bit-identical to r. Both must have the same number of steps and parameters and
+// the same held-out losses. If r has a checksum of its weights, the weights must be the same, too.
 func (r record) sameBits(again record) error {
 	if again.Steps != r.Steps || again.Parameters != r.Parameters {
 		return fmt.Errorf("it ended after %d steps with %d parameters, and the record after %d with %d", again.Steps,
