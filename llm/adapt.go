@@ -154,7 +154,7 @@ func (m *Model) adapted(a LoRA, start func(ParamSpec) func() float64) (next *Mod
 		return nil, err
 	}
 
-	next = &Model{Config: c, Base: m.Base, byName: map[string]int{}}
+	next = &Model{Config: c, KasminaOptions: m.KasminaOptions, Base: m.Base, byName: map[string]int{}}
 	for p := range c.Specs() {
 		v := m.Param(p.Name)
 		switch {

@@ -240,7 +240,7 @@ func (m *Model) withLayers(c Config) (next *Model, err error) {
 	if err := c.Check(); err != nil {
 		return nil, err
 	}
-	next = &Model{Config: c, Base: m.Base, byName: map[string]int{}}
+	next = &Model{Config: c, KasminaOptions: m.KasminaOptions, Base: m.Base, byName: map[string]int{}}
 	for p := range c.Specs() {
 		v := m.Param(p.Name)
 		if v == nil && !m.Base.Has(p.Name) {

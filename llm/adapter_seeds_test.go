@@ -21,6 +21,7 @@ func TestTuneSeeds(t *testing.T) {
 			base, err := NewModel(maskedConfig(), tensor.Float32, 7)
 			require.NoError(t, err)
 			enlarge(base.Param(embedName), 10)
+			base.KasminaOptions.GradClip = 1e6
 			seeded := func() *Trainer {
 				m, err := TuneSeeds(base, kind, 4)
 				require.NoError(t, err)
@@ -28,6 +29,7 @@ func TestTuneSeeds(t *testing.T) {
 			}
 
 			tr := seeded()
+			require.Equal(t, base.KasminaOptions, tr.Model.KasminaOptions)
 			require.InDelta(t, lossOf(t, base), lossOf(t, tr.Model), 1e-6)
 			path := filepath.Join(t.TempDir(), "run.safetensors")
 			tr.On(func(e Event) error {

@@ -65,7 +65,7 @@ type checkpointer struct {
 	parts      bool
 	release    func() error // releases the claim on the directory
 	tried      int          // last step saved, or attempted, in this run; at first the run's initial step
-	complete   int          // step of the last successful save; 0 before the first
+	complete   int          // step of the last successful save in this run; 0 before the first
 	step       int          // step being written
 	written    chan error   // receives the result of the write; nil when nothing is being written
 }
@@ -147,6 +147,8 @@ func (c *checkpointer) save(step int) error {
 // begin creates the checkpoint's missing directories, checks that the file can be written, and claims
 // its directory.
 func (c *checkpointer) begin() error {
+	c.complete = 0
+
 	if !c.t.writesNow() {
 		if c.parts && c.t.parallel() {
 			// This rank writes its own part, perhaps to another disk.

@@ -319,6 +319,35 @@ func TestBestCheckpointThatCannotBeWritten(t *testing.T) {
 	require.Equal(t, 3, again.Step())
 }
 
+// TestBestCheckpointAfterGoingBack makes the best checkpoint fail at a step at which an earlier run with the same
+// callback has written it. The file then holds the model of the earlier run, so its loss must remain the best one.
+func TestBestCheckpointAfterGoingBack(t *testing.T) {
+	folder := filepath.Join(t.TempDir(), "folder")
+	early := filepath.Join(t.TempDir(), "early")
+	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 2})
+	b, err := NewBestCheckpoint(tr, filepath.Join(folder, "best"))
+	require.NoError(t, err)
+	require.NoError(t, tr.Use(b))
+	again := false
+	tr.On(func(e Event) error {
+		switch {
+		case e.Kind == StepEnd && e.Step == 1 && !again:
+			return tr.Save(early)
+		case e.Kind == StepEnd && e.Step == 2 && again:
+			require.NoError(t, os.Rename(folder, folder+" aside"))
+			return os.WriteFile(folder, nil, 0o666)
+		}
+		return nil
+	}, scores(tr, 5, 3, 2))
+	require.NoError(t, tr.Run(t.Context()))
+	require.Equal(t, 3.0, b.best)
+
+	again = true
+	require.NoError(t, tr.Resume(t.Context(), early))
+	require.Error(t, tr.Run(t.Context()))
+	require.Equal(t, math.Inf(1), b.best) // nothing was evaluated before the checkpoint
+}
+
 // TestStopInLastStep checks that stopping has no effect once the run has made its last step.
 func TestStopInLastStep(t *testing.T) {
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 2})

@@ -115,9 +115,9 @@ From preference pairs, the model learns to prefer the chosen answer to the rejec
 would have answered before training is computed once, before the first step.
 
 The folder --out receives the adapters in the format of PEFT, or the seeds, with the tokenizer and the
-chat template. With --merge, or if there are no adapters, it receives the whole model in the format of transformers. Its
-subfolder run holds the last checkpoint and the log. If a run was interrupted or killed, the same command
-continues it, and the result is bit-identical to that of an uninterrupted run.
+chat template. With --merge, or with --method full or last, it receives the whole model in the format of
+transformers. Its subfolder run holds the last checkpoint and the log. If a run was interrupted or killed,
+the same command continues it, and the result is bit-identical to that of an uninterrupted run.
 
 The last line of output is a JSON object with steps, tokens_per_s, train_loss, val_loss, trained_params,
 peak_gib and out, for preference pairs reward_margin and reward_accuracy, and with --keep keep_loss,

@@ -70,7 +70,8 @@ var hubName = regexp.MustCompile(`^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$`)
 // missingModel returns the error for the path of a model that does not exist.
 func missingModel(path string, err error) error {
 	err = fmt.Errorf("--model: %w: name a folder with config.json, or a GGUF file", err)
-	if hubName.MatchString(path) {
+	// In a folder that exists, the name is more likely to be mistyped.
+	if hubName.MatchString(path) && !exists(filepath.Dir(path)) {
 		err = fmt.Errorf("%w. Models are not downloaded; for one of Hugging Face's hub, first run "+
 			"hf download %s --local-dir %s, and name that folder", err, path, filepath.Base(path))
 	}

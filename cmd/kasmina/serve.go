@@ -62,7 +62,7 @@ Ctrl-C finishes the answers in progress and exits. Pressing it again exits at on
 	f.IntVar(&o.context, "context", 0,
 		"maximum number of tokens in a prompt and its answer together; 0 means the model's maximum")
 	f.IntVar(&o.Slots, "slots", 32, "maximum number of requests in the batch")
-	f.IntVar(&o.Queue, "queue", 128, "maximum number of requests waiting for a slot; further requests are refused")
+	f.IntVar(&o.Queue, "queue", 128, "maximum number of requests waiting for a slot; further requests are rejected")
 	f.DurationVar(&o.Timeout, "timeout", 10*time.Minute, "time limit for a request")
 	f.Int64Var(&o.maxBody, "max-body", 8, "maximum size of a request in MiB")
 	f.StringArrayVar(&o.Origins, "cors", nil,

@@ -467,6 +467,9 @@ func saveAdapter(ctx context.Context, dir, base string, m *llm.Model, opts []Sav
 	}
 
 	if m.Config.Adapter.IsZero() && len(m.Config.Kasmina) > 0 {
+		if err := checkSeeds(m.Config); err != nil {
+			return err
+		}
 		return s.saveSeeds(ctx, dir, base, m)
 	}
 

@@ -58,4 +58,7 @@ func TestSeedsInAndOut(t *testing.T) {
 	refused("kasmina_layers is missing", "kasmina_layers", "auto_mapping")
 	refused("has no tensor layers.7.chunks.0", `"block": 0`, `"block": 7`)
 	refused("has no tensor layers.0.chunks.0", `"block": 1`, `"block": 0`)
+
+	m.Config.Weights = []llm.WeightSite{{}}
+	require.ErrorContains(t, SaveAdapter(t.Context(), dir+" of weights", "tiny", m, Like(f)), "seeds at weights")
 }

@@ -514,7 +514,7 @@ func (l *load) serve(ctx context.Context, client *http.Client, url string) float
 
 // stopsJSON and stops are the stop texts of some requests. With random weights, one of them occurs in about a quarter of
 // the answers.
-const stopsJSON = `["q","zz","\\u0000\\u0001"]`
+const stopsJSON = `["q","zz","\u0000\u0001"]`
 
 var stops = []string{"q", "zz", "\x00\x01"}
 

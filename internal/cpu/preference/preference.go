@@ -63,8 +63,10 @@ func (l Loss) Of(x Pair) (loss float64, grad [2]float64) {
 	var slope float64
 	switch l.Kind {
 	case Hinge:
-		// If z is NaN, the loss must be NaN, not 0.
-		if !(z >= 1) {
+		switch {
+		case math.IsNaN(z):
+			loss, slope = z, z
+		case z < 1:
 			loss, slope = 1-z, -1
 		}
 	case Robust:
