@@ -102,8 +102,8 @@ func (d *Decoding) canDraw(tokens []int) bool {
 	return d.draws && last > 0 && last < d.model.Config.Seq && slices.Equal(d.tokens, tokens[:last])
 }
 
-// launch starts a step whose input is a token at the next position. An unknownToken stands for the token that row from
-// of the preceding step draws; otherwise, from is −1.
+// launch starts a step whose input is a token at the next position. If the token is unknownToken, the input is the
+// token that the preceding step draws for the row given by from. For all other tokens, from is −1.
 func (d *Decoding) launch(ctx context.Context, a *drawAhead, token, from int) error {
 	m, ok := d.step.Machine.(drawingMachine)
 	if !ok {

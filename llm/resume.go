@@ -145,8 +145,9 @@ func momentsIn(ctx context.Context, f *modelfile.File, prefix string) (all []opt
 	return all, nil
 }
 
-// setStates sets the loss scale, the loader and the optimizer to the state that was read. If any of
-// them rejects it, all are restored. A trainer for which that fails as well needs another Resume.
+// setStates sets the loss scale, the loader and the optimizer to the state that was read. If one of them
+// rejects its state, setStates restores all of them. If that fails too, the trainer cannot be used until
+// another Resume succeeds.
 //
 // The optimizer is also tried with the state that a rollback or the end of a trial would need, so
 // that a file that cannot be continued is rejected now.

@@ -402,8 +402,8 @@ var unseen = map[string]string{
 	"train --save-parts":        "TestTrainGPUs looks for the parts",
 }
 
-// TestEveryFlagHasAnEffect runs the commands with and without a flag. The output or the files must differ. A
-// long test does so for all flags, others for a sixth of them.
+// TestEveryFlagHasAnEffect runs each command with and without a flag, and requires that the output or the
+// files differ. Long tests try every flag, and short ones a sixth of them.
 func TestEveryFlagHasAnEffect(t *testing.T) {
 	altered := filepath.Join(t.TempDir(), "altered")
 	_, err := kasmina(t, "train", "-m", tiny, "-d", license, "-o", altered, "-n", "1", "-b", "1", "--seq",

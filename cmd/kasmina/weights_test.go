@@ -12,8 +12,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/hf"
 )
 
-// TestWeightTypes generates and measures with weights of all types. A model whose files are in bfloat16
-// keeps this type in memory, and the results are those of the same weights in float32.
+// TestWeightTypes generates text and evaluates a model with each type of weights. Weights stored in bfloat16
+// must keep this type in memory, and give the same results as when they are converted to float32.
 func TestWeightTypes(t *testing.T) {
 	wide := filepath.Join(t.TempDir(), "wide")
 	_, err := kasmina(t, "convert", "--model", tiny, "--out", wide, "--precision", "f32")

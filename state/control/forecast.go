@@ -468,9 +468,9 @@ func (f *Forecast) view(r state.Report) (v view) {
 // refusal explains why a model keeps its blocks.
 const refusal = "; it does not grow, because that would not pay off by the end of the run"
 
-// firstWaiting is the fraction of Tolerance by which the predicted loss must fall for a patient model to postpone its first
-// growth. The law leaves out the start of training, in which a model with few blocks learns just as fast, and therefore
-// places the first growth up to twice as late as would be best. It places further growths correctly.
+// A patient model postpones its first growth only if that lowers the predicted loss by more than firstWaiting times
+// Tolerance. The law ignores that a model with few blocks learns just as fast at the start of training. It therefore
+// suggests the first growth up to twice as late as is best. Its time for further growths is right.
 const firstWaiting = 0.2
 
 // laterFlat is the threshold of isFlat for further growths. The first growth may take place on a short

@@ -10,7 +10,7 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// halt is a user-defined strategy that leaves α unchanged.
+// halt is a strategy like one that a user might define. It leaves α unchanged.
 type halt struct{ Reason string }
 
 func (halt) Name() string { return fmt.Sprint("halt", runs) }

@@ -139,7 +139,8 @@ func (x *Optimizer) routeOf(l *load, slot int) (comm.Route, error) {
 	return comm.NewRoute(s.group, slot, sends, receives)
 }
 
-// stretch is a range of memory within one buffer or across consecutive buffers, the last of which is of.
+// A stretch is a range of device memory. It lies in one buffer or extends over consecutive ones, the last of
+// which is the field of.
 type stretch struct {
 	of       *program.Buffer
 	from, to gpu.Ptr

@@ -9,8 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestSentencePiece compares the tokens of texts with those of llama.cpp and of Hugging Face's tokenizers, which agree,
-// and their decoded texts with those of the latter. sentencepiece.py has written the file and the texts.
+// TestSentencePiece compares the tokens of texts with those of llama.cpp and of Hugging Face's tokenizers, which agree.
+// It compares the decoded texts with those of Hugging Face's tokenizers. sentencepiece.py generated the file and the texts.
 func TestSentencePiece(t *testing.T) {
 	f, err := Open("testdata/sentencepiece.gguf")
 	require.NoError(t, err)

@@ -39,8 +39,8 @@ func (s *study) readDecisions(j job) (r *llm.Record, err error) {
 	return llm.ReadRecord(f)
 }
 
-// replayAll repeats the growing runs whose names match only, or all of them if only is nil, according to their recorded
-// decisions. The runs take place one after the other on the first device.
+// replayAll repeats recorded runs that grew, with the decisions that were recorded. It repeats those whose names match
+// only, or all of them if only is nil, one after the other on the first device.
 //
 // It prints a line for each run that ends like the recorded one, and returns an error for every other run.
 func (b *bench) replayAll(ctx context.Context, only *regexp.Regexp, stdout io.Writer) error {
