@@ -72,7 +72,8 @@ func (d *driver) compute(u *update) (loss float64, err error) {
 
 	u.preferences = d.takePreferences()
 	if !u.made {
-		if err := d.prepare(u.rate); err != nil {
+		// If a rank cannot prepare the update, no rank makes it.
+		if err := d.t.team.agree(d.prepare(u.rate)); err != nil {
 			return 0, err
 		}
 		u.made = true
@@ -144,6 +145,7 @@ func (d *driver) gather(u *update) (loss float64, err error) {
 // finishAll is the counterpart of finish for several ranks. It computes all batches of a step.
 func (d *driver) finishAll(e ParallelStepper, batches *stepBatches, u *update) (losses []float64, err error) {
 	if err := d.prepare(u.rate); err != nil {
+		d.t.team.refuseStep(e, err)
 		return nil, err
 	}
 
@@ -347,7 +349,8 @@ func (d *driver) setOptimizer(known []Param, m modelState) error {
 func (d *driver) leave(old modelState) (create func(modelState) (Engine, error),
 	cleanUp func() error, err error) {
 	if old.From == nil {
-		closed := d.engine.Close()
+		// If closing fails on one rank, all ranks return to the old model.
+		closed := d.t.team.agree(d.engine.Close())
 		return func(modelState) (Engine, error) {
 			if err := closed; err != nil {
 				closed = nil

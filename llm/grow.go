@@ -450,7 +450,8 @@ func (g *growth) judgeDepth(m *state.Metrics, l *state.Lattice) error {
 			return nil
 		}
 		var err error
-		if m.Loss, err = g.judge().Mean(); err != nil {
+		m.Loss, err = g.judge().Mean()
+		if err = g.t.team.agree(err); err != nil {
 			return err
 		}
 	}

@@ -155,7 +155,7 @@ func (g *growth) forgetCopies(order []int) error {
 		}
 	}
 
-	return g.t.driver.engine.Forget(copies...)
+	return g.t.team.agree(g.t.driver.engine.Forget(copies...))
 }
 
 // takeBack restores the model from before a depth seed's blueprint was grafted. The loader and the

@@ -164,7 +164,8 @@ func (g *growth) train(w *twin) (losses []float64, err error) {
 		return []float64{math.Inf(1)}, nil
 	}
 
-	if losses, err = g.judge().Losses(); err != nil {
+	losses, err = g.judge().Losses()
+	if err = g.t.team.agree(err); err != nil {
 		return nil, err
 	}
 

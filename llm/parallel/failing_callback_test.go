@@ -136,6 +136,7 @@ func requireCause(t *testing.T, errs []error) {
 		}
 		require.NotContains(t, err.Error(), "mismatched collectives", "rank %d", rank)
 		require.NotContains(t, err.Error(), "all must do the same", "rank %d", rank)
+		require.NotContains(t, err.Error(), "divided the model differently", "rank %d", rank)
 	}
 }
 
@@ -194,80 +195,133 @@ func TestPartFailsAtOneRank(t *testing.T) {
 	}
 }
 
-// pulling is an engine that calls a function before it copies parameters to the host.
-type pulling struct {
+// An operation is a method of an engine or optimizer that can fail at one rank.
+type operation string
+
+const (
+	pull   operation = "Pull"
+	loss   operation = "Loss"
+	forget operation = "Forget"
+	closed operation = "Close"
+	setLR  operation = "SetLR"
+)
+
+// failing is an engine that calls a function before each operation, which fails if the function does.
+type failing struct {
 	llm.Parallel
-	before func() error
+	before func(operation) error
 }
 
-func (e pulling) Pull(names ...string) error {
-	if err := e.before(); err != nil {
+func (e failing) Pull(names ...string) error {
+	if err := e.before(pull); err != nil {
 		return err
 	}
 	return e.Parallel.Pull(names...)
 }
 
-// TestGrowthFailsAtOneRank makes rank 1 fail to copy the model to the host, at each of the moments at which growth
-// needs it. Every rank must report the cause, or give up the growth and continue.
+func (e failing) Loss(b data.Batch) (float64, error) {
+	if err := e.before(loss); err != nil {
+		return 0, err
+	}
+	return e.Parallel.Loss(b)
+}
+
+func (e failing) Forget(ranges ...llm.ParamRange) error {
+	if err := e.before(forget); err != nil {
+		return err
+	}
+	return e.Parallel.Forget(ranges...)
+}
+
+// Close releases all resources even if it fails.
+func (e failing) Close() error { return errors.Join(e.Parallel.Close(), e.before(closed)) }
+
+// failingAdamW is the counterpart of failing for an optimizer.
+type failingAdamW struct {
+	*optim.AdamW
+	before func(operation) error
+}
+
+func (o failingAdamW) SetLR(rate float64) error {
+	if err := o.before(setLR); err != nil {
+		return err
+	}
+	return o.AdamW.SetLR(rate)
+}
+
+// TestGrowthFailsAtOneRank makes an operation of rank 1 fail at each of the moments at which a growing run
+// performs it. Every rank must report the cause, or give up the growth and continue.
 func TestGrowthFailsAtOneRank(t *testing.T) {
 	const size = 3
 	s := setup{config: small(), steps: 12, accumulate: 3, grow: true, commands: true}
-	train := func(stepper bool, before func(rank int) func() error) []error {
+	train := func(stepper bool, before func(rank int) func(operation) error) []error {
 		var finished atomic.Int64
 		return on(t, size, comm.Options{}, func(rank int, team *parallel.Team) error {
-			fail := before(rank)
+			own, fail := s, before(rank)
+			own.optimizer = func() (optim.Optimizer, error) {
+				o, err := optim.NewAdamW(optim.WithLR(0.01))
+				return failingAdamW{o, fail}, err
+			}
 			if stepper {
-				return s.trainStepped(t, rank, size, team, func(_ int, e *stepping) {
-					e.finished, e.Parallel = &finished, pulling{e.Parallel, fail}
+				return own.trainStepped(t, rank, size, team, func(_ int, e *stepping) {
+					e.finished, e.Parallel = &finished, failing{e.Parallel, fail}
 				})
 			}
-			return s.train(t.Context(), rank, size,
+			return own.train(t.Context(), rank, size,
 				func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
 					e, err := team.Engine(m, o, c)
 					if err != nil {
 						return nil, err
 					}
-					return pulling{e.(llm.Parallel), fail}, nil
+					return failing{e.(llm.Parallel), fail}, nil
 				})
 		})
 	}
 
-	var calls atomic.Int64
-	require.NoError(t, errors.Join(train(false, func(rank int) func() error {
-		return func() error {
+	calls := map[operation]int{} // of rank 1
+	require.NoError(t, errors.Join(train(false, func(rank int) func(operation) error {
+		return func(o operation) error {
 			if rank == 1 {
-				calls.Add(1)
+				calls[o]++
 			}
 			return nil
 		}
 	})...))
 
-	failed := 0
-	cases := map[string]int64{}
-	for n := range calls.Load() {
-		cases[fmt.Sprint("call ", n+1)] = n + 1
+	type call struct {
+		of     operation
+		number int
 	}
-	for name, n := range randtest.Sample(t, 4, cases) {
+	cases := map[string]call{}
+	for o, n := range calls {
+		for number := range n {
+			c := call{o, number + 1}
+			cases[fmt.Sprint(c.of, " ", c.number)] = c
+		}
+	}
+	require.Len(t, calls, 5)
+
+	for name, c := range randtest.Sample(t, 6, cases, "Close 1", "Loss 9", "SetLR 7") {
 		for _, stepper := range []bool{false, true} {
 			t.Run(fmt.Sprint(name, stepper), func(t *testing.T) {
-				errs := train(stepper, func(rank int) func() error {
-					left := n
-					return func() error {
-						if left--; rank == 1 && left == 0 {
+				errs := train(stepper, func(rank int) func(operation) error {
+					left := c.number
+					return func(o operation) error {
+						if rank != 1 || o != c.of {
+							return nil
+						}
+						if left--; left == 0 {
 							return errDisk
 						}
 						return nil
 					}
 				})
-				if errors.Join(errs...) == nil {
-					return
+				if errors.Join(errs...) != nil {
+					requireCause(t, errs)
 				}
-				failed++
-				requireCause(t, errs)
 			})
 		}
 	}
-	require.Positive(t, failed)
 }
 
 // fullDisk is a writer that fails once it has been called a number of times.
