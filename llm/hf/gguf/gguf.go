@@ -1,6 +1,6 @@
 // Package gguf writes models as GGUF files, which llama.cpp runs, and reads them. It supports the families
-// Llama, Mistral without a window, Qwen 2, Qwen 3, OLMo 2 and GPT-2, with byte-level tokenizers and chat
-// templates.
+// Llama, Mistral without a window, Qwen 2, Qwen 3, OLMo 2 and GPT-2. The tokenizers are byte-level encodings or
+// byte-pair encodings of SentencePiece. The files include chat templates.
 //
 // A GGUF file has this layout:
 //
@@ -263,6 +263,11 @@ func (f *fields) set(key string, value any) {
 		array(kindInt32, len(v))
 		for _, x := range v {
 			u32(uint32(x))
+		}
+	case []float32:
+		array(kindFloat32, len(v))
+		for _, x := range v {
+			u32(math.Float32bits(x))
 		}
 	}
 }

@@ -21,11 +21,12 @@ const (
 	control = 3
 	defined = 4 // by the user
 	unused  = 5
+	single  = 6 // a byte of SentencePiece's encodings
 )
 
 // file holds the parts of a tokenizer.json that this package reads. Package hf has validated the file.
 type file struct {
-	Normalizer   struct{ Type string }
+	Normalizer   normalizer
 	PreTokenizer json.RawMessage `json:"pre_tokenizer"`
 	AddedTokens  []struct {
 		ID      int    `json:"id"`
@@ -36,6 +37,7 @@ type file struct {
 		RStrip  bool   `json:"rstrip"`
 	} `json:"added_tokens"`
 	Model struct {
+		Unknown      string            `json:"unk_token"`
 		ByteFallback bool              `json:"byte_fallback"`
 		IgnoreMerges bool              `json:"ignore_merges"`
 		Vocab        map[string]int    `json:"vocab"`
@@ -72,47 +74,88 @@ func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
 		return fmt.Errorf("tokenizer.json: %w", err)
 	}
 
-	if t.Model.ByteFallback || !strings.Contains(string(t.PreTokenizer), `"ByteLevel"`) {
-		return errors.New("tokenizer.json: only byte-level encodings can be written")
-	}
-
-	tokens, types := make([]string, vocab), make([]int32, vocab)
-	for id := range tokens {
-		tokens[id], types[id] = fmt.Sprintf("[PAD%d]", id), unused
-	}
-
-	for _, token := range slices.Sorted(maps.Keys(t.Model.Vocab)) {
-		id := t.Model.Vocab[token]
-		if id >= vocab {
-			return fmt.Errorf("tokenizer.json: the token %.60q has the id %d, and the model has %d "+
-				"tokens", token, id, vocab)
-		}
-		tokens[id], types[id] = token, normal
-	}
-
-	for _, a := range t.AddedTokens {
-		if a.ID >= vocab { // the model has no embedding for the token
-			continue
-		}
-		tokens[a.ID], types[a.ID] = a.Content, defined
-		if a.Special {
-			types[a.ID] = control
-		}
-	}
-
-	// llama.cpp doesn't normalize text. NFC is accepted nevertheless, because nearly all text is
-	// already composed and all of Qwen's tokenizers use it.
-	if n := t.Normalizer.Type; n != "" && n != "NFC" {
-		return fmt.Errorf("tokenizer.json: llama.cpp has no normalizer, but the file has %.40q", n)
+	v, err := t.vocabulary(vocab)
+	if err != nil {
+		return err
 	}
 
 	if err := t.checkAdded(); err != nil {
 		return err
 	}
 
-	merges, err := t.merges()
+	switch {
+	case t.Model.ByteFallback:
+		err = t.addSentencePiece(all, v)
+	case strings.Contains(string(t.PreTokenizer), `"ByteLevel"`):
+		err = t.addByteLevel(all, v)
+	default:
+		err = errors.New("tokenizer.json: only byte-level encodings and byte-pair encodings of SentencePiece can be " +
+			"written")
+	}
 	if err != nil {
 		return err
+	}
+
+	return addSpecial(all, f, tok)
+}
+
+// vocabulary returns the tokens of a model with size tokens.
+func (t *file) vocabulary(size int) (*vocabulary, error) {
+	v := &vocabulary{tokens: make([]string, size), types: make([]int, size)}
+	for id := range v.tokens {
+		v.tokens[id], v.types[id] = fmt.Sprintf("[PAD%d]", id), unused
+	}
+
+	for _, token := range slices.Sorted(maps.Keys(t.Model.Vocab)) {
+		id := t.Model.Vocab[token]
+		if id >= size {
+			return nil, fmt.Errorf("tokenizer.json: the token %.60q has the id %d, and the model has %d "+
+				"tokens", token, id, size)
+		}
+		v.tokens[id], v.types[id] = token, normal
+	}
+
+	for _, a := range t.AddedTokens {
+		if a.ID >= size { // the model has no embedding for the token
+			continue
+		}
+		v.tokens[a.ID], v.types[a.ID] = a.Content, defined
+		if a.Special {
+			v.types[a.ID] = control
+		}
+	}
+
+	return v, nil
+}
+
+// addTokens adds the name of the encoding and of its pre-tokenizer, and the vocabulary.
+func addTokens(all *fields, encoding, splitter string, v *vocabulary) {
+	types := make([]int32, len(v.types))
+	for id, t := range v.types {
+		types[id] = int32(t)
+	}
+
+	all.set("tokenizer.ggml.model", encoding)
+	all.set("tokenizer.ggml.pre", splitter)
+	all.set("tokenizer.ggml.tokens", v.tokens)
+	all.set("tokenizer.ggml.token_type", types)
+}
+
+// addByteLevel adds a byte-level encoding, which llama.cpp calls "gpt2".
+func (t *file) addByteLevel(all *fields, v *vocabulary) error {
+	// llama.cpp doesn't normalize text. NFC is accepted nevertheless, because nearly all text is
+	// already composed and all of Qwen's tokenizers use it.
+	if n := t.Normalizer.Type; n != "" && n != "NFC" {
+		return fmt.Errorf("tokenizer.json: llama.cpp has no normalizer for byte-level encodings, but the file has %.40q", n)
+	}
+
+	pairs, err := t.merges()
+	if err != nil {
+		return err
+	}
+	merges := make([]string, len(pairs))
+	for i, pair := range pairs {
+		merges[i] = pair[0] + " " + pair[1]
 	}
 
 	splitter, err := t.splitter()
@@ -120,12 +163,9 @@ func addTokenizer(all *fields, f *hf.Folder, vocab int) error {
 		return err
 	}
 
-	all.set("tokenizer.ggml.model", "gpt2")
-	all.set("tokenizer.ggml.pre", splitter)
-	all.set("tokenizer.ggml.tokens", tokens)
-	all.set("tokenizer.ggml.token_type", types)
+	addTokens(all, "gpt2", splitter, v)
 	all.set("tokenizer.ggml.merges", merges)
-	return addSpecial(all, f, tok)
+	return nil
 }
 
 // A stage is one pre-tokenizer, with the defaults of the tokenizers library for missing fields.
@@ -221,18 +261,24 @@ func (t *file) checkAdded() error {
 	return nil
 }
 
-// merges returns the merges as pairs separated by a space.
-func (t *file) merges() ([]string, error) {
-	all := make([]string, len(t.Model.Merges))
+// merges returns the pairs of tokens that are joined, in the order of their priority.
+func (t *file) merges() ([][2]string, error) {
+	all := make([][2]string, len(t.Model.Merges))
 	for i, m := range t.Model.Merges {
-		var pair []string
-		if json.Unmarshal(m, &all[i]) == nil {
+		var text string
+		if json.Unmarshal(m, &text) == nil { // in older files
+			all[i][0], all[i][1], _ = strings.Cut(text, " ")
 			continue
 		}
+
+		var pair []string
 		if err := json.Unmarshal(m, &pair); err != nil {
 			return nil, fmt.Errorf("tokenizer.json: merges[%d]: %w", i, err)
 		}
-		all[i] = strings.Join(pair, " ")
+		if len(pair) != 2 {
+			return nil, fmt.Errorf("tokenizer.json: merges[%d] has %d tokens, want 2", i, len(pair))
+		}
+		all[i] = [2]string(pair)
 	}
 
 	return all, nil
@@ -331,13 +377,16 @@ func Differences(f *hf.Folder) ([]string, error) {
 		return nil, fmt.Errorf("gguf: tokenizer.json: %w", err)
 	}
 
-	if t.Normalizer.Type != "NFC" {
-		return nil, nil
+	var differences []string
+	if t.Normalizer.Type == "NFC" {
+		differences = append(differences, "the tokenizer composes characters (NFC) and llama.cpp does not: text with "+
+			"decomposed characters, such as e followed by U+0301 instead of é, gets other tokens there unless you compose "+
+			"it first")
 	}
-
-	return []string{"the tokenizer composes characters (NFC) and llama.cpp does not: text with decomposed " +
-		"characters, such as e followed by U+0301 instead of é, gets other tokens there unless you compose it " +
-		"first"}, nil
+	if t.Model.ByteFallback {
+		differences = append(differences, t.spaceDifferences()...)
+	}
+	return differences, nil
 }
 
 // addTemplates copies the chat templates, including those this module can't render.
