@@ -40,6 +40,8 @@ type RetentionConfig struct {
 // the rate in any case. When the rate would fall below 1/16 of the scheduled one, hardly anything more can be
 // learned within the budget, and the run ends.
 //
+// The model must not have seeds in depth, at weights or in the stream, whose growth changes its parameters.
+//
 // A checkpoint contains the state to roll back to. With several ranks, rank 0's measurements decide. If only
 // adapters learn, the copy is small. Otherwise it takes as much memory as all parameters that learn, together
 // with their moments.
@@ -111,6 +113,11 @@ func (r *Retention) Ended() bool { return r.ended }
 // StartRun implements [RunStarter]. It measures the loss before training, unless the checkpoint of a resumed
 // run had it.
 func (r *Retention) StartRun(u Turn) error {
+	if c := u.t.Model.Config; c.Depth > 0 || len(c.Weights)+len(c.Streams) > 0 {
+		return errors.New("a forgetting budget does not apply to a model that can grow in depth, at weights or in " +
+			"the stream, because the last state within the budget may lack parameters that the model has now")
+	}
+
 	if r.within == nil {
 		if u.t.Config.Preference != nil {
 			return errors.New("a forgetting budget does not apply to preference pairs, whose loss keeps the model " +

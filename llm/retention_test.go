@@ -3,6 +3,7 @@ package llm
 import (
 	"math"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -10,6 +11,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/llm/chatdata"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 )
 
 // oldText returns a text with answers that never occur in the training text of newTuningTrainer.
@@ -151,6 +153,30 @@ func TestRetentionEnds(t *testing.T) {
 	})
 	require.NoError(t, resumed.Run(t.Context()))
 	require.Equal(t, []EventKind{RunStart, Complete, RunEnd}, kinds)
+}
+
+// TestRetentionOfGrowingModel checks that a run with a forgetting budget refuses models whose structure can
+// change between two checks. The last state within the budget would not fit the grown model.
+func TestRetentionOfGrowingModel(t *testing.T) {
+	plain := Config{Vocab: 256, Dim: 16, Layers: 2, Heads: 2, Seq: 16}.Default()
+	for name, site := range map[string]func(*Config){
+		"depth":   func(c *Config) { c.Depth = 1 },
+		"weights": func(c *Config) { c.Weights = c.WeightSites("q") },
+		"stream":  func(c *Config) { c.Streams = []int{0} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := plain
+			site(&c)
+			tr := newTrainer(t, trainerOptions{config: c, steps: 2})
+			text, err := data.NewEvaluation([]byte(strings.Repeat("\xf1\xe2\xd3", 20)), tokenizer.Bytes{}, 2, c.Seq)
+			require.NoError(t, err)
+			r, err := NewRetention(RetentionConfig{Text: text, Budget: 1, Every: 1})
+			require.NoError(t, err)
+			require.NoError(t, tr.Use(r))
+			require.ErrorContains(t, tr.Run(t.Context()), "does not apply to a model that can grow")
+			require.Zero(t, tr.Step())
+		})
+	}
 }
 
 // TestRetentionErrors checks the errors for invalid arguments.
