@@ -87,7 +87,7 @@ func (r *References) compute(u Turn, e PreferenceMeter, set ReferencedPairs) ([]
 		}
 		return e.LogProbs(u.Context(), b)
 	})
-	if team == nil || err != nil {
+	if err = u.t.team.agree(err); err != nil || team == nil {
 		return own, err
 	}
 

@@ -12,7 +12,6 @@ import (
 
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/llm/data"
-	"github.com/kasmina-go/kasmina/llm/internal/ranks"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -172,10 +171,20 @@ func (r *Retention) publish(u Turn) {
 }
 
 // measure returns the mean loss on the old text, or NaN if the model has diverged. All ranks use the
-// measurement of rank 0.
+// measurement of rank 0, and all fail if one fails.
 func (r *Retention) measure(u Turn) (float64, error) {
 	defer u.t.team.busy("measuring the loss on the old text")()
 
+	own, err := r.lossOf(u)
+	if err = u.t.team.agree(err); err != nil {
+		return 0, err
+	}
+	loss, err := shared(u.t, "loss on the old text", jsonfloat.Float(own))
+	return float64(loss), err
+}
+
+// lossOf returns the loss that this rank measures on the old text.
+func (r *Retention) lossOf(u Turn) (float64, error) {
 	var sum float64
 	for b := range r.config.Text.Batches() {
 		l, err := u.t.driver.loss(b)
@@ -188,16 +197,7 @@ func (r *Retention) measure(u Turn) (float64, error) {
 		sum += l * float64(b.Count)
 	}
 	loss, _ := r.config.Text.Score(sum)
-
-	team := u.t.team.ranks()
-	if team == nil {
-		return loss, nil
-	}
-	all, err := ranks.Swap(team, "loss on the old text", jsonfloat.Float(loss))
-	if err != nil {
-		return 0, err
-	}
-	return float64(all[0]), nil
+	return loss, nil
 }
 
 // retain copies the current state, which is within the budget.

@@ -1,6 +1,7 @@
 package parallel_test
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -322,6 +323,69 @@ func TestGrowthFailsAtOneRank(t *testing.T) {
 			})
 		}
 	}
+}
+
+// scorer is the engine of a rank that trains on preference pairs.
+type scorer interface {
+	llm.Parallel
+	llm.PreferenceMeter
+}
+
+// unscored is an engine that cannot compute log-probabilities.
+type unscored struct{ scorer }
+
+func (unscored) LogProbs(context.Context, data.Batch) ([]float64, error) { return nil, errDisk }
+
+// TestMeasurementFailsAtOneRank makes the measurements of parts fail at rank 1. Every rank must report the cause.
+func TestMeasurementFailsAtOneRank(t *testing.T) {
+	const size = 3
+	plain := llm.Config{Vocab: 1100, Dim: 16, Layers: 1, Heads: 2, Seq: 12}.Default()
+	old, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, plain.Seq)
+	require.NoError(t, err)
+
+	for name, at := range map[string]int{"retention at the start": 1, "retention after a step": 8} {
+		t.Run(name, func(t *testing.T) {
+			s := setup{config: plain, steps: 4, accumulate: 3}
+			requireCause(t, on(t, size, comm.Options{}, func(rank int, team *parallel.Team) error {
+				own, left := s, at
+				own.more = func(tr *llm.Trainer) {
+					r, err := llm.NewRetention(llm.RetentionConfig{Text: old, Budget: 9, Every: 1})
+					require.NoError(t, err)
+					require.NoError(t, tr.Use(r))
+				}
+				return own.train(t.Context(), rank, size,
+					func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
+						e, err := team.Engine(m, o, c)
+						if err != nil {
+							return nil, err
+						}
+						return failing{e.(llm.Parallel), func(of operation) error {
+							if rank != 1 || of != loss {
+								return nil
+							}
+							if left--; left == 0 {
+								return errDisk
+							}
+							return nil
+						}}, nil
+					})
+			}))
+		})
+	}
+
+	t.Run("references", func(t *testing.T) {
+		requireCause(t, on(t, size, comm.Options{}, func(rank int, team *parallel.Team) error {
+			_, err := trainPairs(t.Context(),
+				func(m *llm.Model, o optim.Optimizer, c llm.TrainConfig) (llm.Engine, error) {
+					e, err := team.Engine(m, o, c)
+					if err != nil || rank != 1 {
+						return e, err
+					}
+					return unscored{e.(scorer)}, nil
+				})
+			return err
+		}))
+	})
 }
 
 // fullDisk is a writer that fails once it has been called a number of times.
