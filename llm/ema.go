@@ -6,12 +6,14 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/internal/parallel"
 	"github.com/kasmina-go/kasmina/llm/data"
+	"github.com/kasmina-go/kasmina/llm/internal/settings"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -180,11 +182,23 @@ func (e *EMA) Evaluate(ctx context.Context, text *data.Evaluation) (loss, bitsPe
 	return loss, bitsPerByte, nil
 }
 
+// An averagedLayout is the layout of the averaged model in a checkpoint. The model itself may have another one, if it
+// has grown for a step that then failed.
+type averagedLayout struct {
+	Config  Config    `json:"config"`
+	Planted []Planted `json:"planted,omitempty"`
+}
+
+const averagedValue = "model"
+
 // Save implements [Part].
 func (e *EMA) Save(w *CheckpointWriter) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	w.Value("decay", e.decay)
+	if e.params != nil {
+		w.Value(averagedValue, averagedLayout{e.layout.Config, e.layout.Planted})
+	}
 	for _, p := range e.params {
 		if err := w.Tensor(p.Name, p.Value.Shape(), p.Value.Data()); err != nil {
 			return err
@@ -204,8 +218,13 @@ func (e *EMA) Load(r *CheckpointReader) (install func(), err error) {
 		r.Differs("the decay is %v here and %v there", e.decay, decay)
 	}
 
+	averaged, err := e.layoutIn(r)
+	if err != nil {
+		return nil, err
+	}
+
 	var params []Param
-	shapes := maps.Collect(r.run.model.layout.Parameters())
+	shapes := maps.Collect(averaged.Parameters())
 	for _, name := range r.Tensors() {
 		shape, values, err := r.Tensor(name)
 		if err != nil {
@@ -227,10 +246,35 @@ func (e *EMA) Load(r *CheckpointReader) (install func(), err error) {
 			ErrArchitecture, n, len(shapes))
 	}
 
-	layout, lattices := r.run.model.layout, r.run.lattices
+	lattices := r.run.lattices
 	return func() {
 		e.mu.Lock()
 		defer e.mu.Unlock()
-		e.layout, e.params, e.lattices = layout, params, lattices()
+		e.layout, e.params, e.lattices = averaged, params, lattices()
 	}, nil
+}
+
+// layoutIn returns the layout of the averaged model in a checkpoint. Checkpoints of earlier versions do not contain
+// it, and neither do checkpoints from before the first step.
+func (e *EMA) layoutIn(r *CheckpointReader) (l layout, err error) {
+	now := r.run.model.layout
+	if _, ok := r.values[averagedValue]; !ok {
+		return now, nil
+	}
+
+	var saved averagedLayout
+	if err := r.Value(averagedValue, &saved); err != nil {
+		return l, err
+	}
+	l = layout{saved.Config, saved.Planted}
+	if err := l.Check(); err != nil {
+		return l, fmt.Errorf("the averaged model: %w", err)
+	}
+
+	have, want := l.Origin(), now.Origin()
+	have.Adapter = want.Adapter // its ranks may have grown
+	if diff := settings.Fields(want, have); len(diff) > 0 {
+		return l, fmt.Errorf("%w: the averaged model differs: %s", ErrArchitecture, strings.Join(diff, "; "))
+	}
+	return l, nil
 }

@@ -122,6 +122,59 @@ func TestEMAResumes(t *testing.T) {
 	}
 }
 
+// cutLoader is a loader that fails at one of its batches.
+type cutLoader struct {
+	Loader
+	next func() error // called before each batch
+}
+
+func (l cutLoader) Next() (data.Batch, error) {
+	if err := l.next(); err != nil {
+		return data.Batch{}, err
+	}
+	return l.Loader.Next()
+}
+
+// TestEMAResumesAfterGrowth checks that the average of a resumed run is bit-identical to that of an uninterrupted
+// run if the checkpoint was saved after the model had grown for a step that failed.
+func TestEMAResumesAfterGrowth(t *testing.T) {
+	for name, c := range map[string]struct {
+		config   Config
+		commands depthCommands
+	}{
+		"depth": {deep(), depthCommands{2: {germinate(0, blueprints.Interleave, 2), move(0, state.Training),
+			move(0, state.Grafting)}}},
+		"taken back": {deep(), depthCommands{1: {germinate(0, blueprints.Interleave, 2), move(0, state.Training),
+			move(0, state.Grafting)}, 2: {move(0, state.RolledBack)}}},
+		"weights": {querySites(), depthCommands{2: {germinate(0, blueprints.LoRA, 2), move(0, state.Training)}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			options := trainerOptions{config: c.config, steps: 5}
+			straight, want := withEMA(t, options, 0.9)
+			straight.On(commanded(straight, c.commands))
+			require.NoError(t, straight.Run(t.Context()))
+
+			first, _ := withEMA(t, options, 0.9)
+			first.On(commanded(first, c.commands))
+			first.Loader = cutLoader{first.Loader, answers(nil, nil, errNoMemory)}
+			require.ErrorIs(t, first.Run(t.Context()), errNoMemory)
+			require.Equal(t, 2, first.Step())
+			path := filepath.Join(t.TempDir(), "run")
+			require.NoError(t, first.Save(path))
+
+			again, got := withEMA(t, options, 0.9)
+			again.On(commanded(again, c.commands))
+			require.NoError(t, again.Resume(t.Context(), path))
+			require.NoError(t, again.Run(t.Context()))
+			a, err := want.Model()
+			require.NoError(t, err)
+			b, err := got.Model()
+			require.NoError(t, err)
+			require.Equal(t, copies(a), copies(b))
+		})
+	}
+}
+
 // TestPartsDiffer checks that Resume rejects a checkpoint of a run with other parts or differently
 // configured ones, and accepts it with WithNewSettings. A rejected checkpoint must change nothing.
 func TestPartsDiffer(t *testing.T) {
