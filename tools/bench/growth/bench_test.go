@@ -166,7 +166,41 @@ func TestRows(t *testing.T) {
 		"| `blocks=1-4,share=0.5,lr=0.1` | 1 | 8.0000, and 1 diverged | -5.0000 | never | 1.0 | 2.0 |")
 }
 
-// TestRegrets checks that a controller is compared with the best other arm of its budget, over the common random seeds.
+// TestBestArm checks that means are compared over the same random seeds.
+func TestBestArm(t *testing.T) {
+	newRow := func(losses map[uint64]float64) row {
+		r := row{runs: map[uint64]record{}}
+		for seed, loss := range losses {
+			r.runs[seed] = record{Loss: loss}
+		}
+		return r
+	}
+	all := func(row) bool { return true }
+
+	rows := []row{
+		newRow(map[uint64]float64{3: 1}),
+		newRow(map[uint64]float64{2: 1, 3: 1}), // the lowest mean, but without random seed 1
+		newRow(map[uint64]float64{1: 4, 2: 5}),
+		newRow(map[uint64]float64{1: 3, 2: 5}),
+		newRow(nil),
+	}
+	best, seeds := bestArm(rows, nil, all)
+	require.Equal(t, 3, best)
+	require.Equal(t, []uint64{1, 2}, seeds)
+
+	best, seeds = bestArm(rows, []uint64{2, 3}, all)
+	require.Equal(t, 1, best)
+	require.Equal(t, []uint64{2, 3}, seeds)
+
+	best, seeds = bestArm(rows, []uint64{4}, all)
+	require.Equal(t, -1, best)
+	require.Empty(t, seeds)
+	best, _ = bestArm(rows, nil, func(row) bool { return false })
+	require.Equal(t, -1, best)
+}
+
+// TestRegrets checks that a controller is compared with the best other arm of its budget, over the common random seeds, and
+// with arms that were better with fewer random seeds.
 func TestRegrets(t *testing.T) {
 	s := &study{dir: t.TempDir(), records: map[string]record{}}
 	add := func(budget float64, arm string, losses ...float64) {
@@ -180,8 +214,12 @@ func TestRegrets(t *testing.T) {
 	add(5, "blocks=2-4,share=forecast,lr=0.1", 3, 4)
 	add(5, "blocks=2-4,share=forecast,lr=0.2", 2)     // the lowest loss, but from a single random seed
 	add(5, "blocks=4,lr=0.1", 3.5, 3.75)              // −0.125 on average
-	add(5, "blocks=2-4,share=0.2,lr=0.1", 0, 3.25)    // 0.75 lower with its only random seed
+	add(5, "blocks=2-4,share=0.2,lr=0.1", 0, 3.25)    // better than blocks=4 with its only random seed
+	add(5, "blocks=2-4,share=0.1,lr=0.1", 0, 3.9)     // better than the controller, but worse than blocks=4
 	add(5, "blocks=2,lr=0.1", 4, 5)                   // worse
+	add(5, "blocks=1,lr=0.1", 0, 0, 1)                // no common random seed
+	add(5, "blocks=2-4,share=patient,lr=0.1", 0, 3.5) // the other controller
+	add(5, "blocks=2-4,share=patient,lr=0.1", 0, 3.5) // the other controller
 	add(10, "blocks=2-4,share=forecast,lr=0.1", 3)    // better than all others
 	add(10, "blocks=4,lr=0.1", 3.5, 1)                // with the common random seed
 	add(20, "blocks=2-4,share=forecast,lr=0.1", 0, 3) // nothing to compare with
@@ -193,7 +231,9 @@ func TestRegrets(t *testing.T) {
 	_, got, ok := strings.Cut(table.String(), "Regret: ")
 	require.True(t, ok)
 	require.Equal(t, []string{
+		"| 5 | time | `blocks=2-4,share=forecast,lr=0.1` | `blocks=4,lr=0.1` | 0-1 | -0.1250 | 0.7071 |",
 		"| 5 | time | `blocks=2-4,share=forecast,lr=0.1` | `blocks=2-4,share=0.2,lr=0.1` | 1 | +0.7500 | 0.7071 |",
+		"| 5 | time | `blocks=2-4,share=patient,lr=0.1` | `blocks=2-4,share=0.2,lr=0.1` | 1 | +0.2500 | 0.7071 |",
 		"| 10 | time | `blocks=2-4,share=forecast,lr=0.1` | `blocks=4,lr=0.1` | 0 | -0.5000 | 1.7678 |",
 	}, strings.Split(strings.TrimSpace(got), "\n")[4:])
 }
@@ -333,6 +373,8 @@ func TestBenchReplays(t *testing.T) {
 	require.NoError(t, writeJSON(path, other))
 	_, err = study("-replay", "-only", "^flops")
 	require.EqualError(t, err, name+": it ended with other weights than the recorded run")
+	require.EqualError(t, r.sameBits(record{Failed: "diverged", Steps: 3}),
+		"it diverged after 3 steps, and the recorded run did not")
 
 	// Growth at another time leads to other losses.
 	require.NoError(t, writeJSON(path, r))
@@ -354,6 +396,7 @@ func TestBenchReplays(t *testing.T) {
 	require.NoError(t, os.Remove(path))
 	_, err = study("-replay", "-only", "^flops")
 	require.ErrorIs(t, err, fs.ErrNotExist)
+	require.ErrorContains(t, err, name+": its decisions are missing")
 }
 
 // TestBenchContinuesAfterFailure checks that a failing run does not prevent the remaining runs, and that

@@ -2,8 +2,6 @@ package growth
 
 import (
 	"fmt"
-	"maps"
-	"slices"
 	"strings"
 )
 
@@ -15,58 +13,49 @@ type regret struct {
 	spread           float64  // largest standard deviation of an arm on the budget; 0 if all have a single random seed
 }
 
-// regrets returns the regret on each budget that has a run of control.Forecast and a run of another arm with the same
-// random seed.
+// regrets returns the regrets on each budget that has a run of control.Forecast and a run of another arm with the same
+// random seed. [control.Forecast.Patient] makes two controllers, each with its own regret.
 //
-// If several arms use control.Forecast, regrets chooses the arm with the most random seeds and, among these, the one with
-// the lowest loss.
+// The best other arm is chosen by [bestArm] among the runs with the controller's random seeds. Arms with fewer of these
+// seeds cannot be compared with it by their means. If such an arm ended lower than the best arm with the seeds that both
+// have, its regret is listed as well.
+//
+// If several arms use the same controller, for example with different learning rates, bestArm chooses one of them, too.
 func regrets(rows []row) (all []regret) {
 	for _, g := range grouped(rows) {
-		controller := -1
-		for i, r := range g { // sorted by loss
-			if r.Arm.forecast && len(r.runs) > 0 && (controller < 0 || len(r.runs) > len(g[controller].runs)) {
-				controller = i
-			}
-		}
-		if controller < 0 {
-			continue
+		spread := 0.0
+		for _, r := range g {
+			spread = max(spread, r.Deviation)
 		}
 
-		r, found := regret{controller: g[controller]}, false
-		for _, other := range g {
-			if other.Arm.forecast {
+		for _, patient := range []bool{false, true} {
+			controller, seeds := bestArm(g, nil, func(r row) bool { return r.Arm.forecast && r.Arm.patient == patient })
+			if controller < 0 {
 				continue
 			}
-			if seeds, loss := r.controller.above(other); len(seeds) > 0 && (!found || loss > r.loss) {
-				r.best, r.seeds, r.loss, found = other, seeds, loss, true
+
+			another := func(r row) bool { return !r.Arm.forecast }
+			best, common := bestArm(g, seeds, another)
+			if best < 0 {
+				continue
+			}
+
+			add := func(other row, seeds []uint64) {
+				all = append(all, regret{controller: g[controller], best: other, seeds: seeds,
+					loss: g[controller].mean(seeds) - other.mean(seeds), spread: spread})
+			}
+
+			add(g[best], common)
+			for _, r := range g {
+				own := r.among(common)
+				if another(r) && 0 < len(own) && len(own) < len(common) && r.mean(own) < g[best].mean(own) {
+					add(r, own)
+				}
 			}
 		}
-		if !found {
-			continue
-		}
-
-		for _, other := range g {
-			r.spread = max(r.spread, other.Deviation)
-		}
-		all = append(all, r)
 	}
 
 	return all
-}
-
-// above returns the mean difference between the losses of r and other over their common random seeds.
-func (r row) above(other row) (seeds []uint64, loss float64) {
-	for _, seed := range slices.Sorted(maps.Keys(r.runs)) {
-		if run, ok := other.runs[seed]; ok {
-			seeds = append(seeds, seed)
-			loss += r.runs[seed].Loss - run.Loss
-		}
-	}
-
-	if len(seeds) > 0 {
-		loss /= float64(len(seeds))
-	}
-	return seeds, loss
 }
 
 // writeRegrets writes regrets as a Markdown table.

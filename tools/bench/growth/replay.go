@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"maps"
 	"os"
 	"path/filepath"
@@ -32,6 +33,10 @@ func (s *study) createDecisions(j job) (*os.File, error) {
 // readDecisions reads the growth decisions of a run.
 func (s *study) readDecisions(j job) (r *llm.Record, err error) {
 	f, _, err := regular.Open(s.decisionsPath(j))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("its decisions are missing, and without them it cannot be repeated; published studies lack "+
+			"the folder decisions: %w", err)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -88,6 +93,10 @@ func (b *bench) replayAll(ctx context.Context, only *regexp.Regexp, stdout io.Wr
 // sameBits returns an error unless a run is bit-identical to r. Both must have the same number of steps and parameters and
 // the same held-out losses. If r has a checksum of its weights, the weights must be the same, too.
 func (r record) sameBits(again record) error {
+	if again.Failed != "" {
+		return fmt.Errorf("it %s after %d steps, and the recorded run did not", again.Failed, again.Steps)
+	}
+
 	if again.Steps != r.Steps || again.Parameters != r.Parameters {
 		return fmt.Errorf("it ended after %d steps with %d parameters, and the record after %d with %d", again.Steps,
 			again.Parameters, r.Steps, r.Parameters)

@@ -95,17 +95,59 @@ func grouped(all []row) (groups [][]row) {
 	return groups
 }
 
-// compareWithStatic compares the rows of a budget with the best static arm: the arm with the lowest
-// mean loss among the static arms with the most random seeds.
-func compareWithStatic(rows []row) {
-	best := -1
+// bestArm returns the position of the row with the lowest mean loss among the rows that are wanted, or -1 if none of these
+// has a run. It compares means over the same random seeds, which it returns as well: the largest set that a wanted row has,
+// or the largest part of the given seeds unless these are nil. Rows without one of these seeds are ignored.
+func bestArm(rows []row, given []uint64, wanted func(row) bool) (best int, seeds []uint64) {
+	best = -1
+	for _, r := range rows {
+		own := slices.Sorted(maps.Keys(r.runs))
+		if given != nil {
+			own = r.among(given)
+		}
+		more := len(own) > len(seeds) || len(own) == len(seeds) && slices.Compare(own, seeds) < 0
+		if wanted(r) && more {
+			seeds = own
+		}
+	}
+
+	if len(seeds) == 0 {
+		return -1, nil
+	}
+
 	for i, r := range rows {
-		if r.Static && len(r.runs) > 0 && (best < 0 || len(r.runs) > len(rows[best].runs) ||
-			len(r.runs) == len(rows[best].runs) && r.Loss < rows[best].Loss) {
+		if wanted(r) && r.has(seeds) && (best < 0 || r.mean(seeds) < rows[best].mean(seeds)) {
 			best = i
 		}
 	}
 
+	return best, seeds
+}
+
+// among returns the given random seeds for which the row has runs.
+func (r row) among(seeds []uint64) (own []uint64) {
+	for _, seed := range seeds {
+		if _, ok := r.runs[seed]; ok {
+			own = append(own, seed)
+		}
+	}
+	return own
+}
+
+// has reports whether the row has runs with all the given random seeds.
+func (r row) has(seeds []uint64) bool { return len(r.among(seeds)) == len(seeds) }
+
+// mean returns the mean loss of the runs with the given random seeds.
+func (r row) mean(seeds []uint64) (loss float64) {
+	for _, seed := range seeds {
+		loss += r.runs[seed].Loss / float64(len(seeds))
+	}
+	return loss
+}
+
+// compareWithStatic compares the rows of a budget with the best static arm, which [bestArm] chooses.
+func compareWithStatic(rows []row) {
+	best, _ := bestArm(rows, nil, func(r row) bool { return r.Static })
 	if best < 0 {
 		return
 	}
