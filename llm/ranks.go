@@ -132,6 +132,14 @@ func (r *team) takeHeard() (Parallel, ranks.Heard) {
 	return r.ranks(), h
 }
 
+// mayGrow reports whether seeds may have changed their stages at the end of the last step, so that all ranks may meet
+// before the next step to change the model. The result is the same on all ranks.
+func (r *team) mayGrow(h ranks.Heard) bool {
+	defer take(r.t.Model)()
+	return r.t.Model.Kasmina.Layers() > 0 &&
+		(h.Waiting || r.t.last.Step%r.t.Config.Epoch == 0 || r.t.growth.replay() != nil)
+}
+
 // unasked reports whether ranks can skip the exchange between two steps, because they will meet in the
 // next step and none wants to stop.
 //
@@ -139,7 +147,7 @@ func (r *team) takeHeard() (Parallel, ranks.Heard) {
 // unless a callback calls a meeting earlier.
 func (r *team) unasked(p Parallel, h ranks.Heard, own error) bool {
 	e, ok := p.(ParallelStepper)
-	if !ok || !h.Agreed || h.Stop != "" || r.t.Last().Last {
+	if !ok || !h.Agreed || h.Stop != "" || r.t.Last().Last || r.mayGrow(h) {
 		return false
 	}
 

@@ -125,6 +125,35 @@ func TestCallbackFailsBeforeMeeting(t *testing.T) {
 	}
 }
 
+// TestCallbackFailsBeforeGrowth makes a callback of rank 1 fail after each step of a growing run, so that the model
+// changes before the next step on the other ranks. Every rank must report the cause.
+func TestCallbackFailsBeforeGrowth(t *testing.T) {
+	const size = 3
+	s := setup{config: small(), steps: 12, accumulate: 3, grow: true, commands: true}
+	steps := []int{5, 7, 9, 1, 2, 3, 4, 6, 8, 10, 11} // blocks change before step 6
+	for _, step := range randtest.SampleOf(t, 4, steps) {
+		t.Run(fmt.Sprint(step), func(t *testing.T) {
+			own := s
+			own.save = filepath.Join(t.TempDir(), "run.safetensors")
+			var finished atomic.Int64
+			errs := on(t, size, comm.Options{}, func(rank int, team *parallel.Team) error {
+				ranked := own
+				ranked.more = func(tr *llm.Trainer) {
+					tr.On(func(e llm.Event) error {
+						if rank == 1 && e.Kind == llm.StepEnd && e.Step == step {
+							return errDisk
+						}
+						return nil
+					})
+				}
+				return ranked.trainStepped(t, rank, size, team, func(_ int, e *stepping) { e.finished = &finished })
+			})
+			requireCause(t, errs)
+			requireStep(t, own.save, step)
+		})
+	}
+}
+
 // requireCause requires every rank to report that rank 1's disk is full.
 func requireCause(t *testing.T, errs []error) {
 	t.Helper()
