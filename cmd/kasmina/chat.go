@@ -43,7 +43,7 @@ Sampling follows generation_config.json unless options say otherwise.
 Ctrl-C stops an answer, Ctrl-D or /exit exits, and /new starts a new conversation. In a terminal, the arrow
 keys edit a message and recall earlier ones, and a pasted message can have several lines. If the model has
 no chat template, it continues each line as it is.`,
-		Args:              cobra.NoArgs,
+		Args:              noArguments,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
 	}

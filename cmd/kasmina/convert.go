@@ -37,7 +37,7 @@ func newConvert() *cobra.Command {
 
 Without --precision, every tensor keeps its type and its bytes. With --gguf, the model becomes one file
 for llama.cpp.`,
-		Args:              cobra.NoArgs,
+		Args:              noArguments,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
 	}

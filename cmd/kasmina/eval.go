@@ -44,7 +44,7 @@ With --tasks, the files have questions in the formats of HellaSwag, ARC, PIQA, W
 GSM8K, LAMBADA, WikiText, or running text (perplexity), or are the folder of nanochat's CORE bundle. The
 measures are those of lm-evaluation-harness. The command prints a table, and the last line of output is
 a JSON object with the results.`,
-		Args:              cobra.NoArgs,
+		Args:              noArguments,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE: func(c *cobra.Command, args []string) error {
 			switch {

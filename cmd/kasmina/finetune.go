@@ -127,7 +127,7 @@ keep_rise and rollbacks.`,
   kasmina finetune -m Llama-3.2-1B-Instruct -d chat.jsonl -o last --method last --blocks 4
   kasmina finetune -m Llama-3.2-1B-Instruct -d chat.jsonl -o gentle --grow-rank --keep wiki.txt --forget 0.02
   kasmina finetune -m Llama-3.2-1B-Instruct -d preferences.jsonl -o preferred --beta 0.1`,
-		Args:              cobra.NoArgs,
+		Args:              noArguments,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		PreRunE:           func(c *cobra.Command, args []string) error { return recall(c) },
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
@@ -933,28 +933,33 @@ func (o *finetuneOptions) publish(c *cobra.Command, m *llm.Model, f *hf.Folder, 
 
 	erase()
 	if !o.quiet {
-		o.printNextSteps(c.ErrOrStderr())
+		o.printNextSteps(c.ErrOrStderr(), data.encoder.Template != nil)
 	}
 
 	return nil
 }
 
-// printNextSteps prints the saved files and commands to try next.
-func (o *finetuneOptions) printNextSteps(w io.Writer) {
+// printNextSteps prints the saved files and commands to try next. A model with a chat template can be talked to.
+func (o *finetuneOptions) printNextSteps(w io.Writer, chats bool) {
+	try := "kasmina generate -m " + quoted(o.dir().out) + " -p TEXT"
+	if chats {
+		try = "kasmina chat -m " + quoted(o.dir().out)
+	}
+
 	switch {
 	case o.method == methodSeeds:
 		fmt.Fprintf(w, "saved     the seeds in %s, their checkpoint and the log in %s\n", o.dir().out, o.in(""))
-		fmt.Fprintf(w, "next      kasmina chat -m %s\n", quoted(o.dir().out))
+		fmt.Fprintf(w, "next      %s\n", try)
 		fmt.Fprintf(w, "          kasmina serve -m %s --adapter %s   # serves both\n", quoted(o.model), quoted(o.dir().out))
 		return
 	case o.savesAdapter():
 		fmt.Fprintf(w, "saved     the adapters in %s, their checkpoint and the log in %s\n", o.dir().out, o.in(""))
-		fmt.Fprintf(w, "next      kasmina chat -m %s\n", quoted(o.dir().out))
+		fmt.Fprintf(w, "next      %s\n", try)
 		fmt.Fprintf(w, "          kasmina convert -m %s -o NEW   # merges them into the model\n", quoted(o.dir().out))
 		return
 	}
 	fmt.Fprintf(w, "saved     the model in %s, its checkpoint and the log in %s\n", o.dir().out, o.in(""))
-	fmt.Fprintf(w, "next      kasmina chat -m %s\n", quoted(o.dir().out))
+	fmt.Fprintf(w, "next      %s\n", try)
 }
 
 // peak returns the most memory in GiB that the run has taken: of the GPU, or else of the process.

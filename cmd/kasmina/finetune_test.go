@@ -312,6 +312,7 @@ func TestFinetuneSeeds(t *testing.T) {
 	told := stderrOf(t, "finetune", "-m", tiny, "-d", writeTuning(t, 20), "-o", out, "--device", "cpu", "--method", "seeds",
 		"--rank", "8", "--lr", "0.02", "--steps", "12", "--batch", "2", "--accumulate", "1")
 	require.Contains(t, told, "seeds of rank 8 after 2 blocks")
+	require.Contains(t, told, "next      kasmina chat -m "+out)
 	require.Contains(t, told, "--adapter "+out)
 
 	generated := func(more ...string) string {
@@ -507,5 +508,17 @@ func TestPrintPlan(t *testing.T) {
 			require.Contains(t, two.String(), "41.0 MiB on each GPU, not counting what the GPUs exchange: 3.0 MiB")
 		}
 		require.NoError(t, tr.Close())
+	}
+}
+
+// TestNextStepsWithoutChat checks that a model without a chat template is recommended for continuing texts.
+func TestNextStepsWithoutChat(t *testing.T) {
+	for _, method := range []string{methodSeeds, "lora", "full"} {
+		o := &finetuneOptions{method: method}
+		o.out = "tuned"
+		var told strings.Builder
+		o.printNextSteps(&told, false)
+		require.Contains(t, told.String(), "next      kasmina generate -m tuned -p TEXT\n")
+		require.NotContains(t, told.String(), "kasmina chat")
 	}
 }

@@ -130,13 +130,13 @@ func (o *trainOptions) saveGGUF(c *cobra.Command, m *llm.Model, from origin,
 
 // report prints the saved files and commands to try next.
 func (o *trainOptions) report(w io.Writer) {
-	d, data := quoted(o.dir().out), quoted(o.data)
+	d := quoted(o.dir().out)
 	fmt.Fprintf(w, "saved     the model in %s, its checkpoint and its log in %s\n", o.dir().out, o.in(""))
 	if best, err := o.readBest(); err == nil && o.keepBest {
 		fmt.Fprintf(w, "best      the model after step %d, with a held-out loss of %.4f\n", best.Step, best.ValLoss)
 	}
 	fmt.Fprintf(w, "next      kasmina generate -m %s -p TEXT\n", d)
-	fmt.Fprintf(w, "          kasmina eval -m %s -d %s\n", d, data)
+	fmt.Fprintf(w, "          kasmina eval -m %s -d FILE   # a text that the model has not seen\n", d)
 	fmt.Fprintf(w, "          kasmina report %s\n", d)
 }
 

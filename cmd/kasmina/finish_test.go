@@ -124,6 +124,7 @@ func TestReports(t *testing.T) {
 	stderr := stderrOf(t, short(out)...)
 	require.Contains(t, stderr, "saved     the model in "+out)
 	require.Contains(t, stderr, "next      kasmina generate -m '"+out+"' -p TEXT")
+	require.Contains(t, stderr, "kasmina eval -m '"+out+"' -d FILE")
 	require.Contains(t, stderr, "settings  adamw, learning rate 0.0001")
 	require.Contains(t, stderr, "memory    245.2 KiB for the optimizer's moments")
 

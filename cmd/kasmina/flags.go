@@ -148,6 +148,24 @@ func flagError(c *cobra.Command, err error) error {
 	return fmt.Errorf("%w; see %q", err, c.CommandPath()+" --help")
 }
 
+// noArguments returns an error if a command is followed by a word that belongs to no flag, such as the folder of
+// a model without --model.
+func noArguments(c *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return nil
+	}
+
+	hint := ""
+	switch f := c.Flags().Lookup("model"); {
+	case f == nil:
+	case !f.Changed:
+		hint = ": a model is given as --model " + args[0]
+	case f.Value.String() == "odel": // -model is -m with the value odel
+		hint = ": long options start with two dashes, as in --model"
+	}
+	return flagError(c, fmt.Errorf("unexpected argument %.40q%s", args[0], hint))
+}
+
 // isSwitch reports whether a flag is boolean. A switch that is off by default may be turned off
 // explicitly.
 func isSwitch(f *pflag.Flag) bool { return f.Value.Type() == "bool" }

@@ -49,7 +49,7 @@ func (o *generateOptions) command() *cobra.Command {
 
 Standard output receives the prompt and the generated text, token by token, and nothing else. With
 --chat, it receives only the answer. The text ends after --n tokens, or at an end-of-text token.`,
-		Args:              cobra.NoArgs,
+		Args:              noArguments,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
 	}

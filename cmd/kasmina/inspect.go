@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -29,10 +30,13 @@ func newInspect() *cobra.Command {
 		Long: `Describe a model folder: its configuration, tokenizer and tensors, and the memory that training
 takes. If PATH is a safetensors or GGUF file, describe its header. No weights are read.`,
 		Args: func(c *cobra.Command, args []string) error {
-			if o.model == "" {
-				return cobra.ExactArgs(1)(c, args)
+			if o.model != "" {
+				return noArguments(c, args)
 			}
-			return cobra.NoArgs(c, args)
+			if len(args) == 0 {
+				return flagError(c, errors.New("name a model folder or a file of weights"))
+			}
+			return cobra.ExactArgs(1)(c, args)
 		},
 		RunE: func(c *cobra.Command, args []string) error {
 			if len(args) == 1 {
@@ -93,7 +97,7 @@ func (o *common) inspect(w io.Writer) error {
 		moments = append(moments, fmt.Sprintf("%s (%s)", sizeText(int64(bytes)), choice.Name))
 	}
 
-	row("training takes", "%s for weights and gradients, the optimizer's moments, and activations",
+	row("training takes", "%s for weights and gradients, plus the optimizer's moments and the activations",
 		sizeText(8*int64(params)))
 	row("moments take", "%s", strings.Join(moments, ", "))
 

@@ -370,8 +370,9 @@ func TestErrors(t *testing.T) {
 		"eval --model " +
 			tiny: `nothing to measure: give --data or --tasks`,
 		"eval --data x":                              `required flag(s) "model" not set`,
-		"eval -model x --data y":                     `unknown command "x" for "kasmina eval"`,
-		"train --data x --out y":                     "at least one of the flags in the group [model preset layers] is required",
+		"eval -model x --data y":                     `unexpected argument "x": long options start with two dashes`,
+		"generate x -p y":                            `unexpected argument "x": a model is given as --model x; see "kasmina generate --help"`,
+		"train --data x --out y":                     "there is no model to train: give --preset or --layers for a new one",
 		"train -m x --preset small --data x --out y": "--preset has no effect with --model",
 		"eval --model " + tiny + " --data " +
 			empty: "no token can be scored",
@@ -386,7 +387,7 @@ func TestErrors(t *testing.T) {
 			" --data x --seq 1": "--seq is 1, want at least 2",
 		"eval --model " + tiny +
 			" --modell x": `unknown flag: --modell; see "kasmina eval --help"`,
-		"eval --model " + tiny + " --data x y":                          `unknown command "y" for "kasmina eval"`,
+		"eval --model " + tiny + " --data x y":                          `unexpected argument "y"; see "kasmina eval --help"`,
 		"eval --model " + tiny + " --data " + license + " --device tpu": "want cpu, cuda or auto",
 		"eval --model " + tiny + " --data " + license +
 			" --precision x": "want f32, bf16, f16 or f8",
@@ -404,9 +405,9 @@ func TestErrors(t *testing.T) {
 			" --out x --gguf q4": "want f32, f16, bf16 or q8_0",
 		"convert --model " + tiny + " --out x --gguf f16 --precision f16": "leave one of them out",
 		"frobnicate":                "unknown command",
-		"inspect":                   "accepts 1 arg(s), received 0",
-		"inspect -m " + tiny + " y": `unknown command "y"`,
-		"version now":               `unknown command "now"`,
+		"inspect":                   "name a model folder or a file of weights",
+		"inspect -m " + tiny + " y": `unexpected argument "y"`,
+		"version now":               `unexpected argument "now"`,
 	} {
 		_, err := kasmina(t, strings.Fields(line)...)
 		require.ErrorContains(t, err, want, line)

@@ -54,6 +54,10 @@ func openFolder(path string) (*hf.Folder, error) {
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, missingModel(path, err)
 	}
+	if err == nil && info.IsDir() && isUnfinished(path) {
+		return nil, fmt.Errorf("the run in %s has not finished, so it has no model yet: give the command that started "+
+			"it again", path)
+	}
 	if err != nil || !info.Mode().IsRegular() {
 		return hf.Open(path)
 	}
@@ -62,6 +66,11 @@ func openFolder(path string) (*hf.Folder, error) {
 			path)
 	}
 	return gguf.Open(path)
+}
+
+// isUnfinished reports whether a folder holds a run and nothing that the run has saved for other commands.
+func isUnfinished(dir string) bool {
+	return exists(runDir{dir}.in(manifestName)) && !exists(filepath.Join(dir, "config.json")) && !hf.IsAdapter(dir)
 }
 
 // hubName matches the names of models on Hugging Face's hub.

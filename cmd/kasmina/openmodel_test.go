@@ -188,3 +188,17 @@ func TestAdapterOptionErrors(t *testing.T) {
 		require.ErrorContains(t, err, want)
 	}
 }
+
+// TestUnfinishedRun checks that the folder of a run that has not finished is recognized as such.
+func TestUnfinishedRun(t *testing.T) {
+	d := runDir{filepath.Join(t.TempDir(), "out")}
+	require.NoError(t, os.MkdirAll(d.in(""), 0o777))
+	require.NoError(t, os.WriteFile(d.in(manifestName), []byte("{}"), 0o666))
+	_, err := kasmina(t, "generate", "--model", d.out, "--prompt", "x")
+	require.EqualError(t, err, "the run in "+d.out+" has not finished, so it has no model yet: give the command that "+
+		"started it again")
+
+	require.NoError(t, os.WriteFile(filepath.Join(d.out, "config.json"), []byte("{}"), 0o666))
+	_, err = kasmina(t, "generate", "--model", d.out, "--prompt", "x")
+	require.NotContains(t, err.Error(), "has not finished")
+}

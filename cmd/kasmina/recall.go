@@ -35,6 +35,8 @@ func recall(c *cobra.Command) error {
 			"with, or give --data to start a new run in another folder", out)
 	case !resume:
 		return nil
+	case err == nil && m == nil && !f.Changed("data") && !exists(runDir{filepath.Clean(out)}.in(checkpointName)):
+		return fmt.Errorf("--resume: there is no run in %s to continue", out)
 	case err != nil || m == nil:
 		return err // decide handles a missing manifest
 	}

@@ -38,7 +38,7 @@ func TestResumeRecallsOptions(t *testing.T) {
 	_, err = kasmina(t, "train", "--resume", "--out", out, "--steps", "nine")
 	require.ErrorContains(t, err, "steps")
 	_, err = kasmina(t, "train", "--resume", "--out", filepath.Join(t.TempDir(), "none"))
-	require.ErrorContains(t, err, `required flag(s) "data" not set`)
+	require.ErrorContains(t, err, "there is no run in ")
 }
 
 // TestExtend checks that a finished run continues from its checkpoint with more steps, and that it
@@ -50,6 +50,8 @@ func TestExtend(t *testing.T) {
 	require.NoError(t, os.WriteFile(filepath.Join(out, "README.md"), []byte("mine"), 0o666))
 
 	_, err := kasmina(t, short(out, "--steps", "9")...)
+	require.ErrorContains(t, err, "add --resume to extend it")
+	_, err = kasmina(t, short(out, "--steps", "3")...)
 	require.ErrorContains(t, err, "add --resume and more --steps to extend it")
 	stderr := stderrOf(t, "train", "--resume", "--out", out, "--steps", "9")
 	require.Contains(t, stderr, "from step 4 to step 9")

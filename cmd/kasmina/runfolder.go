@@ -267,12 +267,16 @@ func (d runDir) decide(options map[string]string, resume bool) (stage, *manifest
 			if len(differ) > 0 {
 				other = ", with other options (" + strings.Join(differ, "; ") + ")"
 			}
+			extend := "--resume and more --steps"
+			if m != nil && extends(options, m) {
+				extend = "--resume"
+			}
 			next := "--model " + d.out + " and another --out"
 			if hf.IsAdapter(d.out) {
 				next = "another --out"
 			}
-			err = fmt.Errorf("the run in %s has already finished%s: add --resume and more --steps to extend "+
-				"it, or start a new run with %s", d.out, other, next)
+			err = fmt.Errorf("the run in %s has already finished%s: add %s to extend it, or start a new run with %s",
+				d.out, other, extend, next)
 		}
 	}
 

@@ -87,6 +87,15 @@ func (s *scratch) flags(c *cobra.Command) {
 	c.MarkFlagsMutuallyExclusive("vocab", "tokenizer")
 }
 
+// requireModel returns an error unless the command line says which model to train.
+func requireModel(c *cobra.Command) error {
+	if len(given(c, "model", "preset", "layers")) > 0 {
+		return nil
+	}
+	return flagError(c, errors.New("there is no model to train: give --preset or --layers for a new one, or --model "+
+		"for an existing one"))
+}
+
 // resolve sets the options of a new model that are missing on the command line to the values of the
 // preset.
 func (o *trainOptions) resolve(c *cobra.Command) error {

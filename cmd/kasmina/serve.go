@@ -49,7 +49,7 @@ Concurrent requests are generated in one batch, so the weights are read once per
 Ctrl-C finishes the answers in progress and exits. Pressing it again exits at once.`,
 		Example: "  kasmina serve --model tuned --api-key secret\n" +
 			"  kasmina serve --model Llama-3.2-1B-Instruct --adapter support --adapter sales",
-		Args:              cobra.NoArgs,
+		Args:              noArguments,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
 	}

@@ -114,10 +114,15 @@ and LoRA adapters are trained and merged into the weights at the end.`,
   kasmina train -m models/tiny -d text.txt -o adapted --adapters grow --rank 4
   kasmina train --preset small -d notes/ -o mine --grow 2
   kasmina train --layers 6 --dim 256 --heads 8 --vocab 4096 -d notes/ -o mine`,
-		Args:              cobra.NoArgs,
+		Args:              noArguments,
 		ValidArgsFunction: cobra.NoFileCompletions,
-		PreRunE:           func(c *cobra.Command, args []string) error { return recall(c) },
-		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
+		PreRunE: func(c *cobra.Command, args []string) error {
+			if err := recall(c); err != nil {
+				return err
+			}
+			return requireModel(c)
+		},
+		RunE: func(c *cobra.Command, args []string) error { return o.run(c) },
 	}
 
 	o.modelFlag(c)

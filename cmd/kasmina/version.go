@@ -19,7 +19,7 @@ func newVersion() *cobra.Command {
 		Short: "Print the version",
 		Long: `Print the version of kasmina, the commit from which it was built if the build recorded one, and
 the version of Go.`,
-		Args:              cobra.NoArgs,
+		Args:              noArguments,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE: func(c *cobra.Command, args []string) error {
 			_, err := fmt.Fprintf(c.OutOrStdout(), "kasmina %s %s %s/%s\n", buildVersion(),

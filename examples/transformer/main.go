@@ -58,12 +58,13 @@ const (
 	growth        = 2         // number of blocks at the end, relative to the start
 	observeEvery  = 16        // the seeds measure the activations of one step in this many
 	timeEvery     = 7         // the ops of one step in this many are timed
+	leastSteps    = 80        // that a run needs to judge whether it should have grown
 )
 
 func main() {
 	path := flag.String("data", "", "text `file` or folder to learn from (default: the sources of Go)")
 	out := flag.String("out", filepath.Join("runs", "transformer"), "`folder` for the model, log, curve and sample")
-	steps := flag.Int("steps", 1500, "optimizer steps")
+	steps := flag.Int("steps", 1500, fmt.Sprintf("optimizer steps, at least %d", leastSteps))
 	seed := flag.Uint64("seed", 1, "random seed of the weights, the data order and the sample")
 	resume := flag.Bool("resume", false, "continue the run in -out")
 	flag.Parse()
@@ -77,6 +78,10 @@ func main() {
 
 func run(ctx context.Context, path, out string, steps int, seed uint64, resume bool,
 	stdout io.Writer) (err error) {
+	if steps < leastSteps {
+		return fmt.Errorf("-steps is %d, want at least %d", steps, leastSteps)
+	}
+
 	checkpoint, log := filepath.Join(out, "model.safetensors"), filepath.Join(out, "log.jsonl")
 	if _, err := os.Stat(checkpoint); err == nil && !resume {
 		return fmt.Errorf("%s holds a run: add -resume to continue it, or name another folder with -out", out)

@@ -55,6 +55,8 @@ func TestRun(t *testing.T) {
 	require.NoError(t, err)
 	require.Contains(t, string(log), "1 blocks to 2")
 
+	err = run(t.Context(), text, out, 79, 1, false, &stdout)
+	require.ErrorContains(t, err, "-steps is 79, want at least 80")
 	err = run(t.Context(), text, out, 200, 1, false, &stdout)
 	require.ErrorContains(t, err, "holds a run: add -resume to continue it")
 	err = run(t.Context(), text, out, 200, 1, true, &stdout)

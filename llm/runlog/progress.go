@@ -251,7 +251,7 @@ func drawBar(figures string, room int, share float64) string {
 func parameters(e llm.Event) string {
 	switch {
 	case e.Params == 0 && e.AllParams > 0:
-		return fmt.Sprintf("the growth of a frozen model of %s parameters", thousands(e.AllParams))
+		return fmt.Sprintf("only blueprints, in a frozen model of %s parameters", thousands(e.AllParams))
 	case e.Params < e.AllParams:
 		return fmt.Sprintf("%s of %s parameters (%.2g%%)", thousands(e.Params), thousands(e.AllParams),
 			100*float64(e.Params)/float64(e.AllParams))

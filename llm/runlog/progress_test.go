@@ -159,7 +159,7 @@ func TestProgressOfAFrozenModel(t *testing.T) {
 		llm.Event{Kind: llm.RunStart, Steps: 9, Params: 0, AllParams: 126588},
 		llm.Event{Kind: llm.Reshaped, Text: "grown", Params: 24552, AllParams: 151140},
 		llm.Event{Kind: llm.RunStart, Step: 3, Steps: 9, Params: 24552, AllParams: 151140})
-	require.Equal(t, `training the growth of a frozen model of 126,588 parameters to step 9
+	require.Equal(t, `training only blueprints, in a frozen model of 126,588 parameters to step 9
 growth    grown
 training 24,552 of 151,140 parameters (16%)
 training 24,552 of 151,140 parameters (16%) from step 3 to step 9

@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -176,9 +178,14 @@ func described(x any) string {
 
 // names returns the fields of a document for error messages.
 func (d *document) names() string {
-	names := make([]string, 0, len(d.fields))
-	for name := range d.fields {
-		names = append(names, strconv.Quote(name))
+	return quoted(slices.Sorted(maps.Keys(d.fields)))
+}
+
+// quoted returns a list of names in quotation marks.
+func quoted(names []string) string {
+	all := make([]string, len(names))
+	for i, name := range names {
+		all[i] = strconv.Quote(name)
 	}
-	return strings.Join(sorted(names), ", ")
+	return strings.Join(all, ", ")
 }

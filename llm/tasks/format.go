@@ -130,8 +130,8 @@ func findFormat(name string, d *document) (*format, error) {
 		return nil, fmt.Errorf("unknown format %q, want one of %s", name, strings.Join(Formats(), ", "))
 	case name != "":
 		i := slices.IndexFunc(formats, func(f *format) bool { return f.name == name })
-		return nil, fmt.Errorf("line %d has the fields %s, and the format %s needs %q", d.line, d.names(),
-			name, formats[i].fields)
+		return nil, fmt.Errorf("line %d has the fields %s, and the format %s needs %s", d.line, d.names(),
+			name, quoted(formats[i].fields))
 	case len(fits) > 0:
 		return nil, fmt.Errorf("the fields %s fit several formats: name the right one, %s", d.names(),
 			strings.Join(fits, " or "))

@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"math"
 	"runtime"
-	"slices"
 	"sync"
 )
 
@@ -169,9 +168,4 @@ func number(x float64) any {
 		return "inf"
 	}
 	return x
-}
-
-func sorted(names []string) []string {
-	slices.Sort(names)
-	return names
 }

@@ -128,8 +128,8 @@ func (b *builder) readExamples(own []*document, path string) (err error) {
 // read reads a document of a file.
 func (b *builder) read(d *document, path string) (example, error) {
 	if !b.format.fits(d) {
-		return example{}, fmt.Errorf("%s:%d: the fields are %s, and the format %s needs %q", path, d.line,
-			d.names(), b.format.name, b.format.fields)
+		return example{}, fmt.Errorf("%s:%d: the fields are %s, and the format %s needs %s", path, d.line,
+			d.names(), b.format.name, quoted(b.format.fields))
 	}
 	e := b.format.read(d)
 	if d.err != nil {

@@ -65,7 +65,7 @@ func TestBadFiles(t *testing.T) {
 		{`{"text":"a b"}`, "name the right one, lambada or perplexity", Options{}},
 		{`{"x":1,"b":2}`, `has the fields "b", "x", which match none of the formats hellaswag, arc`, Options{}},
 		{piqa, `unknown format "piqb"`, Options{Format: "piqb"}},
-		{piqa, `has the fields "goal", "label", "sol1", "sol2", and the format lambada needs ["text"]`,
+		{piqa, `has the fields "goal", "label", "sol1", "sol2", and the format lambada needs "text"`,
 			Options{Format: "lambada"}},
 		{piqa + `{"goal":"a"}`, `file.jsonl:2: the fields are "goal", and the format piqa needs`, Options{}},
 		{piqa + `{"goal":"a","sol1":"b","sol2":"c"}`, `file.jsonl:2: "label" is missing: the item has no answer`,

@@ -535,11 +535,11 @@ func (f *Forecast) outline(v *view, all []growthOption, price func(growthOption)
 	}
 
 	if math.IsNaN(wait) {
-		return "; as far as is known without its curve, growth would not pay off"
+		return "; before its loss curve is known, growth is not expected to pay off"
 	}
 
-	text := fmt.Sprintf("; as far as is known without its curve, growing to %d blocks after %.3g million tokens, a "+
-		"share of %.2f, would lower the reducible loss by %.1f%%", v.blocks(plan), (v.seen+wait)/1e6,
+	text := fmt.Sprintf("; before its loss curve is known, growing to %d blocks after %.3g million tokens, a "+
+		"share of %.2f, is expected to lower the reducible loss by %.1f%%", v.blocks(plan), (v.seen+wait)/1e6,
 		now.Share+(1-now.Share)*wait/v.rest, 100*(1-lowest/v.stay()))
 	if plan.PerToken || f.Trained {
 		return text

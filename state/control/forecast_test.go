@@ -356,7 +356,7 @@ func TestForecastPlans(t *testing.T) {
 	s := simulation{blocks: 3, epochs: 200, budget: 200}
 	got := s.run(t, control.NewForecast(blueprints.Stack, 4))
 	require.InDelta(t, 11, len(got.notes), 1)
-	require.Contains(t, got.notes[0], "would lower the reducible loss by")
+	require.Contains(t, got.notes[0], "is expected to lower the reducible loss by")
 	require.Contains(t, got.notes[1], "predicted final loss")
 
 	// The plan compares the run with one that has more blocks from the start. 1.5 is the level of the law.
@@ -378,7 +378,7 @@ func TestForecastPlansByTheSpeed(t *testing.T) {
 	for _, starting := range []float64{0, 0.05} {
 		s := simulation{blocks: 3, epochs: 2000, budget: 200, starting: starting}
 		got := s.run(t, control.NewForecast(blueprints.Stack, 4))
-		require.Contains(t, got.notes[0], "would lower the reducible loss by")
+		require.Contains(t, got.notes[0], "is expected to lower the reducible loss by")
 		reach := planned.FindStringSubmatch(got.notes[0])
 		require.Len(t, reach, 2)
 		tokens, err := strconv.ParseFloat(reach[1], 64)
