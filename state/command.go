@@ -99,7 +99,7 @@ func (c Command) String() string {
 // rejected; see the field Refused of llm.Growth.
 //
 // A controller may also implement [CheckingController], [CostLearner], [SizeLearner], [PlanLearner],
-// [Affording], [Planner], [Narrator] and [GradientListener].
+// [Affording], [Planner], [Narrator], [Reviewer] and [GradientListener].
 //
 // A controller whose decisions depend only on the reports, like those in package control, continues
 // after a restart as if the run had not been interrupted.

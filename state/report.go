@@ -13,7 +13,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/curve"
 )
 
-// Point is the progress of a run at the end of an epoch.
+// Point is the progress of a run at the end of an epoch. Epoch is the number of epochs that have ended, Share the
+// fraction of the run's budget that is spent, and Loss the loss of the model without the blueprints on trial.
 type Point = curve.Progress
 
 // SeedReport describes one seed with its stage, its blueprint and its latest figures.
@@ -58,7 +59,7 @@ type SeedReport struct {
 // [Report.String].
 type Report struct {
 	Epoch     int // number of epochs that have ended
-	Step      int // number of passes recorded
+	Step      int // number of forward passes recorded, which differs from the step of a run
 	Telemetry Telemetry
 	Site      blueprints.Site
 	Curve     []Point // at sites other than chunks, the progress of the run, oldest first

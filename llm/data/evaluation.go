@@ -39,9 +39,9 @@ func (e *Evaluation) Fingerprint() string {
 	return e.hash
 }
 
-// NewEvaluation encodes the text for batches of the given number of sequences of seq tokens. It
-// returns an error unless the text has at least two tokens and the tokens after the first represent
-// at least one byte.
+// NewEvaluation encodes held-out text, such as the result of [Text.Sample], and divides it into batches of the given
+// number of sequences of seq tokens. It returns an error unless the text has at least two tokens and the tokens after
+// the first represent at least one byte.
 func NewEvaluation(text []byte, tok tokenizer.Tokenizer, batch, seq int) (*Evaluation, error) {
 	return newEvaluation("NewEvaluation", [][]byte{text}, false, tok, batch, seq)
 }

@@ -118,6 +118,7 @@ func (a *Adapters) Decide(reports []state.Report) (commands []state.Command) {
 	return commands
 }
 
+// why returns a human-readable reason for planting at a place.
 func (a *Adapters) why(p *place) string {
 	switch a.Where {
 	case AtRandom:
@@ -126,7 +127,6 @@ func (a *Adapters) why(p *place) string {
 		return "every place gets one"
 	}
 
-	// why returns a human-readable reason for planting at a place.
 	return fmt.Sprintf("the smallest of its %d chosen singular values is %.3g", p.rank, p.last)
 }
 
