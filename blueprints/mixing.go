@@ -5,7 +5,7 @@ import (
 	"math/rand/v2"
 )
 
-// Mixing returns m, the rank or the number of hidden features, of a kind that mixes the features of a chunk. Such a kind
+// Mixing returns m, the rank or the number of hidden features of a kind that mixes the features of a chunk. Such a kind
 // has 2·m·c weights, so m is the largest number for which they fit into a slot of the given width. Mixing returns 0 if
 // either argument is not positive.
 func Mixing(c, width int) (m int) {
@@ -26,8 +26,8 @@ func mixingParts(v, u string) func(c, n int) []Part {
 	}
 }
 
-// mixingIdentity draws the matrix [m, c] so that normal x has normal hidden features, and sets the
-// matrix [c, m] to 0. If both were 0, neither would ever receive a gradient.
+// mixingIdentity sets the matrix [c, m] to 0. It draws the matrix [m, c] at random, scaled such that inputs of
+// variance 1 result in hidden features of variance 1. If both were 0, neither would ever receive a gradient.
 func mixingIdentity(w []float64, c int, r *rand.Rand) (scale float64) {
 	clear(w)
 	for i := range w[:len(w)/2] {

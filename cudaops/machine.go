@@ -59,7 +59,7 @@ type Machine struct {
 	runs *sharedRuns // nil if no machine shares the memory of the runs
 }
 
-// sharedRuns describes the memory of the runs of several machines.
+// sharedRuns belongs to several machines that use the same memory for their runs.
 type sharedRuns struct{ last *Machine } // the machine that ran last
 
 // hasValues returns an error if the run of another machine has overwritten the values of the last run.
@@ -432,8 +432,8 @@ func (m *Machine) RunAll() error { return m.Run(context.Background()) }
 // waits for the results. An error on the device may be reported by a later call.
 //
 // If ctx is canceled, Run returns context.Cause(ctx). It looks at ctx before it enqueues anything and
-// before each op that is computed on the host. Work that the device has been given is not
-// interrupted. The machine can run again afterwards.
+// before each op that is computed on the host. Work that has already been enqueued is not interrupted.
+// The machine can run again afterwards.
 func (m *Machine) Run(ctx context.Context) (err error) {
 	defer annotate("Machine.Run", &err)
 	if err = usable(m); err != nil {
@@ -448,9 +448,9 @@ func (m *Machine) Run(ctx context.Context) (err error) {
 	r.Context = ctx
 	defer func() { r.Context = nil }()
 
-	// Some runs wait for all parameters that come from other ranks; any other run waits only before each
-	// call that reads one. It must wait for all if the run is timed, if Kasmina layers may change
-	// parameters before the run, or if the parameters belong to another machine.
+	// Usually, a run waits for a parameter from another rank only before the first call that reads it. If the
+	// run is timed, if Kasmina layers may change parameters before it, or if the parameters belong to another
+	// machine, the run waits for all parameters before it starts.
 	owner, err := ownerOf(m)
 	if err != nil {
 		return err

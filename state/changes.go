@@ -5,21 +5,20 @@ import (
 	"sync/atomic"
 )
 
-// changeLock is the lock of a lattice. It counts how often it was locked for a change, so that every
-// method that may change what forward passes compute is counted without further ado. Methods that only
-// record measurements use lockToRecord instead.
+// changeLock is the lock of a lattice. Lock counts how often it is called, so a method that may change what forward
+// passes compute need not count its changes itself. Methods that only record measurements use lockToRecord instead.
 type changeLock struct {
 	sync.RWMutex
 	changes atomic.Uint64
 }
 
-// Lock locks for a change.
+// Lock acquires the lock for a change and counts the change.
 func (l *changeLock) Lock() {
 	l.RWMutex.Lock()
 	l.changes.Add(1)
 }
 
-// lockToRecord locks for recording measurements.
+// lockToRecord acquires the lock for recording measurements, which do not count as a change.
 func (l *changeLock) lockToRecord() { l.RWMutex.Lock() }
 
 // Revision returns a number that grows with every change of a stage, an α, a slot or a setting. Passes

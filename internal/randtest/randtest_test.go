@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// TestSeed checks that the given seed is fixed, as are the seeds derived from test names if CI is
-// set.
+// TestSeed checks that the seed is random by default, depends only on the name of the test if CI is set, and is
+// that of KASMINA_SEED if this variable is set.
 func TestSeed(t *testing.T) {
 	t.Setenv("KASMINA_SEED", "")
 	t.Setenv("CI", "")

@@ -10,8 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/quant"
 )
 
-// TestPackedProducts compares products with weights in float8 and NF4, from up to three matrices, with sums in float64
-// over the decoded weights. It also checks gated products, added matrices, and that two runs are bit-identical.
+// TestPackedProducts compares products with up to three matrices of float8 or NF4 weights to products with the decoded
+// weights in float64. It also checks gated products and added matrices, and that two runs are bit-identical.
 func TestPackedProducts(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, c := range []struct {

@@ -153,8 +153,8 @@ func TestLinearCrossEntropyShift(t *testing.T) {
 	require.Less(t, kerneltest.Distance(gradient, wantGrad), kerneltest.Backward(kerneltest.Bf16))
 }
 
-// TestLinearCrossEntropyExtremes checks rows with losses that overflow terms without a maximum,
-// rows with NaN or infinite numbers, and rows that don't count.
+// TestLinearCrossEntropyExtremes checks rows whose exponentials would overflow if the row's maximum were not
+// subtracted, rows with NaN or infinite numbers, and rows that don't count.
 func TestLinearCrossEntropyExtremes(t *testing.T) {
 	g := newHopperRig(t)
 	s := lossShape{Rows: 140, V: 520, D: 512}

@@ -10,7 +10,7 @@ import (
 	cpugemm "github.com/kasmina-go/kasmina/internal/cpu/gemm"
 )
 
-// TestNarrow compares the products with a narrow matrix with float64.
+// TestNarrow compares products with a narrow matrix to the same products in float64.
 func TestNarrow(t *testing.T) {
 	g := newHopperRig(t)
 	for _, s := range []struct{ rows, wide, narrow int }{
@@ -139,7 +139,8 @@ func testNarrow(g *kerneltest.Rig, rows, wide, narrow int, dt gpu.DType) {
 	}
 }
 
-// TestBlockDiagonal checks that the blocks of a matrix come back as they were, with zeros around them.
+// TestBlockDiagonal checks that blocks are copied to the diagonal of a matrix of zeros, and that the reverse copy
+// returns them unchanged.
 func TestBlockDiagonal(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for _, a := range []BlockDiagonal{

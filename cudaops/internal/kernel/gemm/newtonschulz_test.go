@@ -18,7 +18,8 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// TestNewtonSchulzRun executes the products on the CPU in float64.
+// TestNewtonSchulzRun checks the order and the operands of the products that Run requests, by computing them on the
+// CPU in float64.
 func TestNewtonSchulzRun(t *testing.T) {
 	r := rand.New(rand.NewPCG(randtest.Seed(t), 1))
 	for _, s := range [][2]int{{5, 5}, {4, 11}, {11, 4}} {

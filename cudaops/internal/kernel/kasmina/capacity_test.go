@@ -28,8 +28,8 @@ func (r *kasminaRun) spread() {
 }
 
 // TestKasminaCapacity checks lattices of all stages and kinds, with slots that have room for some
-// hidden features and some unused weights. Chunks and hidden features fill tiles or don't, and
-// weights fit in shared memory or don't.
+// hidden features and some unused weights. Some of the chunks and hidden features fill whole tiles and
+// others do not, and the weights of some shapes are too large for shared memory.
 func TestKasminaCapacity(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	shapes := [][5]int{ // rows, seeds, chunk, slots, width

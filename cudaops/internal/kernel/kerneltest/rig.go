@@ -184,8 +184,9 @@ func (g *Rig) Near(what string, b *Buffer, want []float64, tol float64) {
 	}
 }
 
-// Lost returns how large ‖got − want‖/‖want‖ may become near zero, where float16 numbers are 2⁻²⁴
-// apart. The smallest numbers of float32 and bfloat16 are far below any number in a test.
+// Lost returns the relative error ‖got − want‖/‖want‖ that rounding to float16 may cause near zero, where its
+// numbers are 2⁻²⁴ apart. It is 0 for float32 and bfloat16, which represent much smaller numbers than any test
+// contains.
 func Lost(want []float64, t gpu.DType) float64 {
 	if norm := Norm(want); t == F16 && norm > 0 {
 		return math.Sqrt(float64(len(want))) * 0x1p-25 / norm

@@ -62,8 +62,8 @@ func rmsNorm(g *kerneltest.Rig, rows, d int, dt gpu.DType, residual bool, skew i
 	g.Near("rstd", rstd, wantR, 1e-6)
 }
 
-// TestRMSNormBackward checks rows that belong to a single warp, rows that blocks walk down, and
-// rows that neither kernel accepts.
+// TestRMSNormBackward checks shapes for both fast kernels, in which a warp or a block processes many rows one after
+// another, and shapes that neither of them accepts.
 func TestRMSNormBackward(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	shapes := [][2]int{{2, 3}, {3, 7}, {50, 32}, {1000, 256}, {2003, 768}, {67, 1000}, {333, 2048},

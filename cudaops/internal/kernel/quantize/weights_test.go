@@ -55,8 +55,8 @@ func TestQuantizeWeights(t *testing.T) {
 	}
 }
 
-// TestWeightStrips checks that every strip is listed twice, and that strips that round a weight
-// come after all strips that search it.
+// TestWeightStrips checks that every strip is listed twice, once to search it for its largest elements and once to
+// round it, and that a weight is rounded only after all of its strips have been searched.
 func TestWeightStrips(t *testing.T) {
 	weights := []quantize.Weight{{Rows: 16, D: 16}, {Rows: 5120, D: 3072}, {Rows: 144, D: 80},
 		{Rows: 128, D: 64}, {Rows: 11264, D: 2048}}
@@ -81,7 +81,7 @@ func TestWeightStrips(t *testing.T) {
 		}
 		if w := weights[of.Weight]; seen[of] || int(of.Row)*quantize.WeightRows >= int(w.Rows) ||
 			int(of.Column)*quantize.WeightColumns >= int(w.D) {
-			t.Fatalf("strip %d, %+v, is listed twice or outside of %dx%d", at, strip, w.Rows, w.D)
+			t.Fatalf("strip %d, %+v, is repeated or outside of %dx%d", at, strip, w.Rows, w.D)
 		}
 		seen[of] = true
 	}
