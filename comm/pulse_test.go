@@ -89,6 +89,7 @@ func withPlayer(t *testing.T, size int) ([]*World, *wire) {
 
 // TestSilentRankIsFound checks that a live rank without progress after its first report is blamed.
 func TestSilentRankIsFound(t *testing.T) {
+	t.Parallel()
 	all := worlds(t, 3, Options{Deadline: short})
 	require.NoError(t, all[1].Report(41))
 	blames(t, all, 1, "hangs: no progress for 1s. Last steps reported, by rank: -1, 41, -1")
@@ -119,6 +120,7 @@ func TestReportsKeepARunAlive(t *testing.T) {
 
 // TestWaitingRankIsNotSilent checks that the rank that others wait for is blamed, and not the waiting ranks.
 func TestWaitingRankIsNotSilent(t *testing.T) {
+	t.Parallel()
 	all := worlds(t, 3, Options{Deadline: short})
 	errs := everywhere(3, func(r int) error {
 		if err := all[r].Report(0); err != nil {
@@ -154,11 +156,11 @@ func TestBusyRankIsNotSilent(t *testing.T) {
 	inner := all[0].Busy("writing the model")
 	waited := make(chan error, 1)
 	go func() { waited <- all[1].Barrier(t.Context(), "x") }()
-	goesOn(t, all, 2*short) // rank 2 has an undeclared wait, such as for a CUDA stream
+	goesOn(t, all, 3*short/2) // rank 2 has an undeclared wait, such as for a CUDA stream
 	inner()
-	goesOn(t, all, 2*short)
+	goesOn(t, all, 3*short/2)
 	outer()
-	for range 20 { // like the batches of an evaluation
+	for range 15 { // like the batches of an evaluation
 		require.NoError(t, all[0].Report(8))
 		time.Sleep(short / 10)
 	}
@@ -171,15 +173,18 @@ func TestBusyRankIsNotSilent(t *testing.T) {
 func TestFrozenRank(t *testing.T) {
 	t.Parallel()
 	t.Run("before its first step", func(t *testing.T) {
+		t.Parallel()
 		all, _ := withPlayer(t, 3)
 		blames(t, all, 2, "hangs: no message for 1s. Last steps")
 	})
 	t.Run("while another is busy", func(t *testing.T) {
+		t.Parallel()
 		all, _ := withPlayer(t, 3)
 		defer all[1].Busy("saving")()
 		blames(t, all, 2, "hangs: no message for 1s. Last steps")
 	})
 	t.Run("while it is busy", func(t *testing.T) {
+		t.Parallel()
 		all, last := withPlayer(t, 2)
 		for range 10 {
 			last.post(message{Kind: beat, Pulse: &pulse{Step: 3, Busy: "writing the model"}})
@@ -193,6 +198,7 @@ func TestFrozenRank(t *testing.T) {
 
 // TestFrozenRankZero checks that the other ranks detect a suspended rank 0, which runs the store.
 func TestFrozenRankZero(t *testing.T) {
+	t.Parallel()
 	p := places(t, 2)
 	id, err := channel.New(string(p[0].Secret))
 	require.NoError(t, err)
@@ -219,6 +225,7 @@ func TestFrozenRankZero(t *testing.T) {
 
 // TestAllWait checks that the deadlock of two ranks gathering under different keys is detected.
 func TestAllWait(t *testing.T) {
+	t.Parallel()
 	all := worlds(t, 2, Options{Deadline: short / 2})
 	errs := everywhere(2, func(r int) error {
 		return all[r].Barrier(context.Background(), strconv.Itoa(r))

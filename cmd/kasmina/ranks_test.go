@@ -22,6 +22,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/comm"
 	"github.com/kasmina-go/kasmina/comm/launch"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/hf"
 )
@@ -50,6 +51,7 @@ func sharedDir(t *testing.T) string {
 
 // TestMain acts as the command in a process that a test has started.
 func TestMain(m *testing.M) {
+	randtest.CollectRarely()
 	if os.Getenv(commandVariable) == "" {
 		code := m.Run()
 		if shared != "" {

@@ -8,6 +8,11 @@ import (
 	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
+func TestMain(m *testing.M) {
+	randtest.CollectRarely()
+	m.Run()
+}
+
 // TestGradientsAreRight checks the command on a sixth of its rows in one mode, which both depend on the seed.
 // The tests of package op check all of them at several sizes, as does this test if it is long.
 func TestGradientsAreRight(t *testing.T) {

@@ -1,5 +1,5 @@
 // Package randtest provides reproducible random test inputs that differ from run to run, and controls how
-// many cases tests check and how often they repeat their checks.
+// many cases tests check, how often they repeat their checks, and how often they collect garbage.
 package randtest
 
 import (
@@ -7,6 +7,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"os"
+	"runtime/debug"
 	"slices"
 	"strconv"
 	"testing"
@@ -55,6 +56,18 @@ func NeedsLong(t testing.TB, reason string) {
 	t.Helper()
 	if !Long() {
 		t.Skip("a long test, which runs with KASMINA_LONG=1: " + reason)
+	}
+}
+
+// CollectRarely lets garbage grow to four times the live memory before it is collected, as GOGC=400 does. Tests with
+// small models have little live memory and create much garbage, so that collecting it at the usual rate takes up to a
+// third of their processor time.
+//
+// Long tests still collect at the usual rate, and so do all tests if the environment variable GOGC is set.
+// TestMain calls CollectRarely before it runs the tests.
+func CollectRarely() {
+	if !Long() && os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(400)
 	}
 }
 

@@ -94,6 +94,7 @@ const margin = 10
 // saving, evaluating, sampling or writing the final model.
 func TestLongWorkOutsideOfSteps(t *testing.T) {
 	silence := patientDeadline(t, setup{config: small(), steps: 3, accumulate: 3})
+	t.Parallel()
 	long := 2 * silence
 	type work struct {
 		rank   int // index of the slow rank

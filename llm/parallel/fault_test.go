@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -37,8 +38,14 @@ const (
 
 // TestMain also serves as the main function of the ranks that tests start.
 func TestMain(m *testing.M) {
+	randtest.CollectRarely()
 	dir := os.Getenv(folderVariable)
 	if dir == "" {
+		flag.Parse()
+		// More tests run in parallel than there are processors, because they wait for deadlines.
+		if err := flag.Set("test.parallel", "16"); err != nil {
+			panic(err)
+		}
 		os.Exit(m.Run())
 	}
 	err := rankIn(dir)
@@ -243,6 +250,7 @@ func TestStoppedRank(t *testing.T) {
 		t.Skip("needs /proc to find processes")
 	}
 
+	t.Parallel()
 	dir := t.TempDir()
 	folders.Store(t.Name(), dir)
 	out, ended := start(t.Context(), t, dir, 3)
@@ -259,6 +267,7 @@ func TestStoppedRank(t *testing.T) {
 
 // TestHangingCallback checks that the hanging rank is blamed, and not the ranks waiting for it.
 func TestHangingCallback(t *testing.T) {
+	t.Parallel()
 	release := make(chan struct{})
 	s := setup{config: small(), steps: 9, accumulate: 3}
 	var once sync.Once

@@ -19,6 +19,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 	"github.com/kasmina-go/kasmina/internal/quant"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/variantrule"
 	"github.com/kasmina-go/kasmina/llm"
 )
@@ -83,7 +84,7 @@ func TestTuningProgram(t *testing.T) {
 // in float8 and NF4, and that products in float8 read no widened weights.
 func TestPackedTuningProgram(t *testing.T) {
 	matrices := map[string]*quant.Matrix{}
-	for name, s := range map[string]struct {
+	for name, s := range randtest.Sample(t, 2, map[string]struct {
 		format     quant.Format
 		float8     bool
 		batch, seq int
@@ -94,7 +95,7 @@ func TestPackedTuningProgram(t *testing.T) {
 		"NF4":                    {quant.NF4, true, 2, 4096, []llm.GraphOption{llm.WithRecomputedMLPs(28)}, 18.4},
 		"NF4, bfloat16 products": {quant.NF4, false, 2, 4096, []llm.GraphOption{llm.WithRecomputedMLPs(28)}, 18.4},
 		"NF4, one text":          {quant.NF4, false, 1, 2048, []llm.GraphOption{llm.WithRecompute()}, 7.6},
-	} {
+	}) {
 		t.Run(name, func(t *testing.T) {
 			c := llm.Config{Vocab: 128256, Dim: 4096, Layers: 32, Heads: 32, KVHeads: 8, FF: 14336, Seq: s.seq,
 				Untied: true}.Default()

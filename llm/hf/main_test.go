@@ -1,0 +1,12 @@
+package hf_test
+
+import (
+	"testing"
+
+	"github.com/kasmina-go/kasmina/internal/randtest"
+)
+
+func TestMain(m *testing.M) {
+	randtest.CollectRarely()
+	m.Run()
+}
