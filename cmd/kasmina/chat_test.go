@@ -152,7 +152,7 @@ func TestChatCommand(t *testing.T) {
 	require.NoError(t, os.Remove(filepath.Join(base, "chat_template.jinja")))
 	plain, told, err := say("-m", base)
 	require.NoError(t, err)
-	require.Contains(t, told, "there is no chat template")
+	require.Contains(t, told, "the model continues each text as it is: there is no chat template\n")
 	require.NotEqual(t, greedy, plain)
 	_, _, err = say("-m", base, "--system", "Be kind.")
 	require.ErrorContains(t, err, "--system needs a chat template")

@@ -71,7 +71,7 @@ func Vacant(path string) error {
 	case err != nil: // for example because the name is too long
 		return err
 	case !info.IsDir():
-		return fmt.Errorf("%s is not a folder: choose another name (%w)", path, fs.ErrExist)
+		return occupied(path + " is not a folder: choose another name")
 	}
 
 	entries, err := os.ReadDir(path)
@@ -80,12 +80,18 @@ func Vacant(path string) error {
 	}
 
 	if len(entries) > 0 {
-		return fmt.Errorf("the folder %s is not empty, it holds %s: choose another name (%w)", path,
-			entries[0].Name(), fs.ErrExist)
+		return occupied(fmt.Sprintf("the folder %s is not empty, because it holds %s: choose another name", path,
+			entries[0].Name()))
 	}
 
 	return nil
 }
+
+// occupied is the message of an error that wraps fs.ErrExist.
+type occupied string
+
+func (o occupied) Error() string { return string(o) }
+func (occupied) Unwrap() error   { return fs.ErrExist }
 
 // createTemporaryFolder creates and claims a temporary directory. It is claimed until release is
 // called or the process ends.

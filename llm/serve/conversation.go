@@ -2,6 +2,7 @@ package serve
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"strings"
 
@@ -92,11 +93,11 @@ func (c *conversation) readOptions(p *params) {
 func (c *conversation) encode(j *job) ([]int, error) {
 	if c.model.Template == nil {
 		why := ""
-		if err := c.model.NoTemplate; err != nil {
-			why = " (" + err.Error() + ")"
+		if err := c.model.NoTemplate; err != nil && !errors.Is(err, chat.ErrNoTemplate) {
+			why = " that can be used (" + err.Error() + ")"
 		}
-		return nil, invalid("", "the model %s has no chat template that can be used%s: use "+
-			"/v1/completions, which continues a text", c.model.Name, why)
+		return nil, invalid("", "the model %s has no chat template%s: use /v1/completions, which continues a text",
+			c.model.Name, why)
 	}
 
 	messages, last, err := normalize(c.messages)

@@ -76,6 +76,9 @@ func describeModel(f *hf.Folder, name string, g Generator, context int) (*Model,
 	m := &Model{Name: name, Generator: g, Tokenizer: tok, Context: context,
 		Vocab: min(f.Config.Vocab, tok.VocabSize()), End: f.Generation.End}
 	m.Template, m.NoTemplate = f.Template()
+	if errors.Is(m.NoTemplate, chat.ErrNoTemplate) {
+		m.NoTemplate = chat.ErrNoTemplate // without the path, because messages name the model
+	}
 
 	// As in OpenAI's API, a model draws from all tokens unless its publisher recommends otherwise.
 	m.Sampling.Temperature = 1

@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"iter"
@@ -768,8 +769,11 @@ func TestNoTemplate(t *testing.T) {
 	for _, body := range []string{with(), with(tools)} {
 		status, e := c.post(chatPath, body)
 		require.Equal(t, 400, status)
-		require.Contains(t, e.at("error.message"), "no chat template")
+		require.Contains(t, e.at("error.message"), "has no chat template: use /v1/completions")
 	}
+	m.NoTemplate = errors.New("line 3: unknown tag")
+	_, e := c.post(chatPath, with())
+	require.Contains(t, e.at("error.message"), "has no chat template that can be used (line 3: unknown tag): use")
 	require.Equal(t, "ok", c.ok(textPath, `{"prompt":"a"}`).at("choices.0.text"))
 }
 
