@@ -1,6 +1,7 @@
 package gpu_test
 
 import (
+	"bytes"
 	"path/filepath"
 	"testing"
 
@@ -12,6 +13,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -77,7 +79,8 @@ func (p memoryCase) train(t *testing.T, device *cudaops.Device) (plan llm.Memory
 	}
 	plan, ok := tr.MemoryPlan()
 	require.True(t, ok)
-	held := must[*data.Evaluation](t)(data.NewPackedEvaluation(must[data.Batch](t)(loader().Next()), 80, batch, c.Seq))
+	held := must[*data.Evaluation](t)(data.NewEvaluation(bytes.Repeat([]byte("some text "), batch*c.Seq/10+1),
+		tokenizer.Bytes{}, batch, c.Seq))
 	path := filepath.Join(t.TempDir(), "run.safetensors")
 	tr.On(func(e llm.Event) error {
 		if e.Kind != llm.StepEnd {

@@ -134,6 +134,40 @@ func TestPackedTuningProgram(t *testing.T) {
 	}
 }
 
+// TestEvaluationReadsCopies checks that an evaluation next to training reads the copies of adapters in the type of
+// activations, although its products differ from those of training. Ranks divide the float32 values, so that no rank
+// has all of them.
+func TestEvaluationReadsCopies(t *testing.T) {
+	c := llm.Config{Vocab: 512, Dim: 256, Layers: 2, Heads: 4, KVHeads: 2, FF: 512, Seq: 128}.Default()
+	targets, err := c.MatchLayers(llm.AllLinear)
+	require.NoError(t, err)
+	c.Adapter = llm.LoRA{Rank: 16, Alpha: 32, Targets: targets}
+	training, err := llm.BuildGraph(llm.Outline(c), llm.ForTraining, 2)
+	require.NoError(t, err)
+	owner := lowerFused(t, training, nil)
+
+	for _, kind := range []llm.GraphKind{llm.ForLoss, llm.ForLogits} {
+		g, err := llm.BuildGraph(llm.Outline(c), kind, 2)
+		require.NoError(t, err)
+		p := lowerFused(t, g, func(o *lower.Options) {
+			o.Shared, o.SharedParams = owner, append(training.Learning, training.Frozen()...)
+			o.Params, o.Frozen, o.Outputs = nil, nil, g.Outputs()
+		})
+
+		divided := 0
+		for _, in := range p.Borrowed {
+			if len(in.Copies) == 0 {
+				continue
+			}
+			divided++
+			for _, call := range p.Calls {
+				require.False(t, call.Touches(in.Array.Buffer), "%s: %T reads %s", call.Op, call.Params, in.Node.Name())
+			}
+		}
+		require.GreaterOrEqual(t, divided, 2*2*7)
+	}
+}
+
 func without(calls map[string]int, names ...string) map[string]int {
 	rest := map[string]int{}
 	for name, n := range calls {

@@ -71,6 +71,7 @@ func (c *compiler) converted(n *gorgonia.Node, t gpu.DType, shape []int,
 	if m, ok := c.Conversions[key]; ok {
 		return m.Values.View(0, shape...)
 	}
+	all = c.borrowedCopies(t, all)
 
 	var inputs []*program.Input
 	kept, lies, at := true, true, all[0].At
@@ -112,6 +113,25 @@ func (c *compiler) converted(n *gorgonia.Node, t gpu.DType, shape []int,
 
 	c.Conversions[key] = program.Quantized{Values: m}
 	return m
+}
+
+// borrowedCopies replaces parameters of another program by their copies of type t there. If ranks have divided a
+// parameter, only such a copy holds all of it.
+func (c *compiler) borrowedCopies(t gpu.DType, all []*program.Array) []*program.Array {
+	all = slices.Clone(all)
+	for i, a := range all {
+		in := c.inputOf[a.Buffer]
+		if in == nil || !slices.Contains(c.Borrowed, in) || a.At != 0 || a.Len() != in.Array.Len() {
+			continue
+		}
+		for _, copied := range in.Copies {
+			if copied.Type == t && copied.At%program.VectorBytes == 0 {
+				all[i] = copied.View(0, a.Shape...)
+				break
+			}
+		}
+	}
+	return all
 }
 
 // aligned returns a, or a copy if a's address lacks the alignment that optimizers require.
