@@ -25,6 +25,7 @@ import (
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -69,10 +70,12 @@ type rankRun struct {
 	config     llm.Config
 	precision  cudaops.Precision
 	muon       bool
+	adapter    llm.LoRA // added to all linear layers, unless it is zero
 	steps      int
 	batch      int
 	accumulate int // 0 for the number of ranks
 	grow       bool
+	evaluates  bool // every 10 steps
 	pace       bool // prints tokens per second and saves nothing
 	gradients  cudaops.Precision
 	recompute  bool
@@ -111,6 +114,8 @@ func rankRuns() map[string]rankRun {
 			accumulate: 3, grow: true},
 		"growing muon": {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4,
 			accumulate: 3, grow: true, muon: true},
+		"adapters": {config: plain, precision: cudaops.BFloat16, steps: 50, batch: 4, accumulate: 4,
+			adapter: llm.LoRA{Rank: 8, Alpha: 16}, evaluates: true},
 		"bf16 gradients": {config: small, precision: cudaops.BFloat16, steps: 50, batch: 4,
 			accumulate: 4, gradients: cudaops.BFloat16},
 		"long": {config: gpt, precision: cudaops.BFloat16, steps: 100000, batch: 8,
@@ -189,6 +194,21 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 		return err
 	}
 
+	if !r.adapter.IsZero() {
+		if r.adapter.Targets, err = r.config.MatchLayers(llm.AllLinear); err != nil {
+			return err
+		}
+		if m, err = llm.Adapt(m, r.adapter, 11); err != nil {
+			return err
+		}
+	}
+
+	held, err := data.NewEvaluation([]byte(strings.Repeat("held-out text ", 50)), tokenizer.Bytes{}, r.batch,
+		r.config.Seq)
+	if err != nil {
+		return err
+	}
+
 	loader, err := data.NewLoader(words(texttest.Words(3, 200000)),
 		data.LoaderConfig{Batch: r.batch, Seq: r.config.Seq, Seed: 5})
 	if err != nil {
@@ -240,6 +260,11 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 		}
 		if e.Step == 3 && place.Rank == 0 {
 			fmt.Println("under way")
+		}
+		if r.evaluates && e.Step%10 == 0 {
+			if _, _, err := tr.Evaluate(held); err != nil {
+				return err
+			}
 		}
 		each, last = append(each, time.Since(last)), time.Now()
 		if e.Step < warm || (e.Step-warm)%lap != 0 {
