@@ -64,9 +64,17 @@ var rowNorms = &Op{
 
 func rowNormsCase(r *rand.Rand, out, in, rank int, scale float64) Case {
 	const rows = 3
-	return Case{Config: fmt.Sprint("scale ", scale),
-		In: []Input{Normal(r, rows, out), Normal(r, out), weight(r, out, in).frozen(),
-			weight(r, rank, in).frozen(), weight(r, out, rank).frozen()},
+	w, a, b := weight(r, out, in).frozen(), weight(r, rank, in).frozen(), weight(r, out, rank).frozen()
+	for o := range out {
+		// A norm is inaccurate if the whole row of w and s·b·a cancels, so the first element of w is the larger one.
+		var product float64
+		for k := range rank {
+			product += math.Abs(b.Values[o*rank+k] * a.Values[k*in])
+		}
+		w.Values[o*in] = 1 + scale*product
+	}
+
+	return Case{Config: fmt.Sprint("scale ", scale), In: []Input{Normal(r, rows, out), Normal(r, out), w, a, b},
 		Build: func(in gorgonia.Nodes) (*gorgonia.Node, error) {
 			var c chain
 			f := c.do(func() (*gorgonia.Node, error) { return op.RowNorms(in[2], in[3], in[4], scale) })
