@@ -21,6 +21,7 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/internal/cpu/sampling"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/state"
@@ -170,6 +171,7 @@ func (m countingMachine) Draw(ctx context.Context, p sampling.Pass) (func() ([]i
 // time. Texts join and leave at any time, are cut off, and continue with other tokens or samplers. The
 // device must draw a good share of the tokens before they are requested, and must not leak memory.
 func TestDrawsInBatches(t *testing.T) {
+	randtest.Concurrent(t)
 	device, _ := openFake(t, fake.Config{})
 	drawing, plain, _ := inferences(t, device)
 	var ahead, all atomic.Int64
@@ -302,6 +304,7 @@ func (r modelReader) Read(_ context.Context, name string, put func([]byte, strin
 // TestAdaptersInBatches continues texts with different adapters and with none in the same passes. It compares the
 // logits, and the tokens that the device draws, with those of models that have one of the adapters.
 func TestAdaptersInBatches(t *testing.T) {
+	randtest.Concurrent(t)
 	device, _ := openFake(t, fake.Config{})
 	base, err := llm.NewModel(llm.Config{Vocab: 19, Dim: 16, Layers: 2, Heads: 4, KVHeads: 2, Seq: 60}.Default(),
 		tensor.Float32, 1)
@@ -452,6 +455,7 @@ func seededModels(t *testing.T, base *llm.Model) (all []*llm.Model) {
 // TestPackedTexts continues texts with linear layers in float8 and NF4 on a device, one alone and several together. It
 // compares the tokens with those of a model that has the rounded weights.
 func TestPackedTexts(t *testing.T) {
+	randtest.Concurrent(t)
 	base, err := llm.NewModel(llm.Config{Vocab: 19, Dim: 64, Layers: 2, Heads: 4, KVHeads: 2, Seq: 60}.Default(),
 		tensor.Float32, 1)
 	require.NoError(t, err)
@@ -535,6 +539,7 @@ func generated(ctx context.Context, g *llm.Generator, c sampler.Config, prompt [
 // TestLookupInBatches checks that proposed tokens change no text on a device, with few pages and with texts that share
 // their beginning, and that they save passes.
 func TestLookupInBatches(t *testing.T) {
+	randtest.Concurrent(t)
 	device, _ := openFake(t, fake.Config{})
 	first, plain, c := inferences(t, device)
 	second, guessing, _ := inferences(t, device)

@@ -2391,6 +2391,7 @@ func TestChild(t *testing.T) {
 // attention, and compares all logits with those of a batcher on the CPU. A batcher must leave no memory
 // behind.
 func TestBatches(t *testing.T) {
+	randtest.Concurrent(t)
 	device, _ := openFake(t, fake.Config{})
 	for name, traits := range randtest.Sample(t, 2, map[string]llm.Traits{
 		"llama": {}, "windows": {Blocks: []llm.Block{{Window: 7}, {}}}, "norms": {QKNorm: true},

@@ -684,6 +684,7 @@ func gathered(t *testing.T, m *Machine, p *gorgonia.Node) gorgonia.Value {
 // TestKasminaGathered checks that the gradients of slots are complete before they are added to the
 // accumulated gradients.
 func TestKasminaGathered(t *testing.T) {
+	randtest.Concurrent(t)
 	device, _ := openFake(t, fake.Config{})
 	telemetry, seeds := []state.Telemetry{{Mode: state.Production}, {Mode: state.Off}}, []int{8, 4}
 	chain, same := newKasminaChain(t, 1, telemetry, seeds), newKasminaChain(t, 1, telemetry, seeds)
@@ -822,6 +823,7 @@ func rankedMachine(t *testing.T, d *Device, loss *gorgonia.Node, params gorgonia
 // with the same micro-batches, and that any number of GPUs can continue from the optimizer state.
 // Gradients are sent during runs or after them.
 func TestRanks(t *testing.T) {
+	randtest.Concurrent(t)
 	for name, newOptimizer := range randtest.Sample(t, 1, map[string]func() (optim.Optimizer, error){"AdamW": newAdamW,
 		"Lion": newLion, "AdamW8bit": newAdamW8bit, "Muon": func() (optim.Optimizer, error) {
 			return optim.NewMuon()
@@ -1216,6 +1218,7 @@ func (s *silent) AllReduce(_, _ comm.Ptr, _ int, _ comm.Type, _ comm.Op, _ comm.
 // computes them is still being enqueued, also in the captured run, and that they are not sent again after
 // the run.
 func TestRanksExchangeDuringRun(t *testing.T) {
+	randtest.Concurrent(t)
 	d, _ := openFake(t, fake.Config{})
 	loss, x, targets, nodes := ranked(t)
 	var at []int64 // number of launches before each bucket

@@ -22,6 +22,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/internal/graph"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
@@ -572,6 +573,7 @@ func TestStreamLost(t *testing.T) {
 
 // TestStreamConcurrent submits on one goroutine and waits on another one.
 func TestStreamConcurrent(t *testing.T) {
+	randtest.Concurrent(t)
 	onStreams(t, func(t *testing.T, device *Device, mode StreamMode) {
 		n := newStreamNet(t, randomSeed(t), []int{12})
 		s, err := NewStream(device, n.y, StreamOptions{Depth: 4, Mode: mode, Idle: time.Millisecond})

@@ -32,6 +32,7 @@ func newBatcher(t *testing.T, m *Model, o BatcherOptions) *Batcher {
 // TestBatcher continues texts of random lengths concurrently, up to and beyond the window, and compares
 // the logits of every token with a separate pass over the text.
 func TestBatcher(t *testing.T) {
+	randtest.Concurrent(t)
 	learned := tiny()
 	learned.Positions, learned.Blocks = learned.Seq, []Block{{NoRoPE: true}, {NoRoPE: true}}
 	window := tiny()
@@ -143,6 +144,7 @@ func TestBatcherPasses(t *testing.T) {
 // TestBatcherLeaves checks that texts can be abandoned at any time without affecting other texts, that
 // invalid tokens are rejected, and that closing the batcher ends all texts with an error.
 func TestBatcherLeaves(t *testing.T) {
+	randtest.Concurrent(t)
 	m, err := NewModel(tiny(), tensor.Float32, 1)
 	require.NoError(t, err)
 	b := newBatcher(t, m, BatcherOptions{Texts: 4, Rows: 8})
@@ -227,6 +229,7 @@ func BenchmarkBatcher(b *testing.B) {
 // TestBatcherAdapters continues texts with different adapters, and without one, in the same passes. It
 // compares the logits of every token with a separate inference of the adapted model.
 func TestBatcherAdapters(t *testing.T) {
+	randtest.Concurrent(t)
 	t.Run("model", func(t *testing.T) { testBatcherAdapters(t, tensor.Float64, false, 1e-12) })
 	t.Run("compact model", func(t *testing.T) { testBatcherAdapters(t, tensor.Float32, true, 2e-5) })
 }
@@ -393,6 +396,7 @@ func testBatcherAdapters(t *testing.T, dt tensor.Dtype, compact bool, tolerance 
 // TestBatcherOfInference continues texts in a paged cache that is too small for all of them. Some texts
 // have a common beginning. The logits of every token must match a separate pass over the text.
 func TestBatcherOfInference(t *testing.T) {
+	randtest.Concurrent(t)
 	learned := tiny()
 	learned.Positions, learned.Blocks = 150, []Block{{NoRoPE: true}, {NoRoPE: true}}
 	window := tiny()

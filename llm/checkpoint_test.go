@@ -901,6 +901,7 @@ func errorOf(_ any, err error) error { return err }
 // TestBackgroundCheckpoint writes files while a growing model continues to train. Each must equal the
 // file that is written between steps, byte for byte.
 func TestBackgroundCheckpoint(t *testing.T) {
+	randtest.Concurrent(t)
 	files := func(opts ...CheckpointOption) map[int][]byte {
 		tr := newTrainer(t, trainerOptions{config: tiny(), steps: 11})
 		path := filepath.Join(t.TempDir(), "m")

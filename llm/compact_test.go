@@ -171,6 +171,7 @@ func TestCompactGreedy(t *testing.T) {
 // TestCompactBatcher checks that the logits of a text are bit-identical whether it is alone or continued together
 // with eight more, no matter how its prompt is divided among passes.
 func TestCompactBatcher(t *testing.T) {
+	randtest.Concurrent(t)
 	for name, c := range compactConfigs() {
 		typ := cpuops.Q8
 		if name == "Llama" {

@@ -393,6 +393,7 @@ func TestOlderConfigurations(t *testing.T) {
 // TestBlueprintMovesBetweenRuns checks that a blueprint trained in one run continues bit for bit in a
 // slot of another run. Another goroutine submits it together with the command that germinates the seed.
 func TestBlueprintMovesBetweenRuns(t *testing.T) {
+	randtest.Concurrent(t)
 	dir := t.TempDir()
 	for _, dt := range []tensor.Dtype{tensor.Float32, tensor.Float64} {
 		for seed, kind := range map[int]blueprints.Kind{1: blueprints.LowRank,

@@ -11,12 +11,14 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/cpuops"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
 // TestEmbed multiplies the vectors of Embed by the output matrix and compares the products with the model's logits. The
 // texts differ in length and are embedded together while other texts are being generated.
 func TestEmbed(t *testing.T) {
+	randtest.Concurrent(t)
 	for name, c := range map[string]Config{
 		"llama": {Vocab: 61, Dim: 64, Layers: 2, Heads: 4, KVHeads: 2, FF: 96, Seq: 60},
 		"gpt2": {Vocab: 61, Dim: 64, Layers: 2, Heads: 4, FF: 96, Seq: 60, Traits: Traits{QKVBias: true, OutBias: true,

@@ -18,6 +18,7 @@ import (
 	"gorgonia.org/tensor"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/tokenizer"
@@ -107,6 +108,7 @@ func TestGrowResumes(t *testing.T) {
 // TestCommandsDuringTraining has eight goroutines send commands while a model trains. The race detector
 // and the checksums detect errors.
 func TestCommandsDuringTraining(t *testing.T) {
+	randtest.Concurrent(t)
 	// more than enough for the senders
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 20000})
 	stop := make(chan struct{})

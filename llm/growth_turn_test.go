@@ -43,6 +43,7 @@ func (c replanting) Decide(reports []state.Report) []state.Command {
 // TestConcurrentCallsWhileGrowing makes all calls that are allowed from other goroutines while a run keeps
 // replacing its parameters and its engine. The race detector finds calls that do not lock the model.
 func TestConcurrentCallsWhileGrowing(t *testing.T) {
+	randtest.Concurrent(t)
 	c := tiny()
 	c.Weights = c.WeightSites("q")
 	m, err := NewModel(c, tensor.Float32, 7, state.WithoutGates(), state.WithEmbargo(0))
@@ -138,6 +139,7 @@ func TestConcurrentCallsWhileGrowing(t *testing.T) {
 // TestResumeBetweenSteps resumes a model with different blocks while a callback of a run is active.
 // The race detector finds accesses of the run to the engine that is being replaced.
 func TestResumeBetweenSteps(t *testing.T) {
+	randtest.Concurrent(t)
 	tr := growthRun{config: querySites(), steps: 6}.trainer(t)
 	path := filepath.Join(t.TempDir(), "run")
 	require.NoError(t, tr.Save(path))

@@ -34,6 +34,7 @@ func repetitive(r *rand.Rand, vocab, n int) (text []int) {
 // TestLookup checks that texts are the same with and without lookup, greedy and sampled, alone and together, and
 // that lookup saves passes.
 func TestLookup(t *testing.T) {
+	randtest.Concurrent(t)
 	c := compactConfigs()["Llama"]
 	c.Seq = 80
 	m, err := NewModel(c, tensor.Float32, 1)
@@ -104,6 +105,7 @@ func TestLookup(t *testing.T) {
 
 // TestLookupFollowsTheModel checks that proposed tokens do not hide a change of the model.
 func TestLookupFollowsTheModel(t *testing.T) {
+	randtest.Concurrent(t)
 	c := tiny()
 	c.Seq = 64
 	m, err := NewModel(c, tensor.Float32, 1)

@@ -8,5 +8,6 @@ import (
 
 func TestMain(m *testing.M) {
 	randtest.CollectRarely()
+	randtest.OneProcessor()
 	m.Run()
 }

@@ -513,6 +513,7 @@ func TestNothingAfterAFailedCallback(t *testing.T) {
 // TestResumeWhileSampling resumes a checkpoint that needs a different engine while SampleText draws
 // tokens.
 func TestResumeWhileSampling(t *testing.T) {
+	randtest.Concurrent(t)
 	c := querySites()
 	c.Seq = 300
 	r := growthRun{config: c, steps: 4}

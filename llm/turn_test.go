@@ -47,6 +47,7 @@ func (g gathering) Gradients(b data.Batch) (float64, error) {
 // gathers gradients, with a checkpoint of the previous step. A run that resumes from it reproduces an
 // uninterrupted one bit for bit.
 func TestInterruptBetweenBatches(t *testing.T) {
+	randtest.Concurrent(t)
 	o := trainerOptions{config: tiny(), steps: 5, accumulate: 3}
 	straight, first, second := newTrainer(t, o), newTrainer(t, o), newTrainer(t, o)
 	require.NoError(t, straight.Run(t.Context()))
@@ -152,6 +153,7 @@ func (panickingController) Decide([]state.Report) []state.Command { panic("decid
 // TestTurns checks that callbacks and listeners can do everything that other goroutines may do during a
 // run, without a deadlock.
 func TestTurns(t *testing.T) {
+	randtest.Concurrent(t)
 	path := filepath.Join(t.TempDir(), "file")
 	tr := newTrainer(t, trainerOptions{config: tiny(), steps: 6})
 	text := heldOut(t, 40, 1)
@@ -354,6 +356,7 @@ type concurrent struct {
 // samples, evaluations, commands and queries) sees the model between two steps. Every file must load,
 // and its parameters must be the model's parameters after some step.
 func TestBesideARun(t *testing.T) {
+	randtest.Concurrent(t)
 	left := operations(t)
 	tr := newTrainer(t, trainerOptions{config: roomy(), steps: 1 << 30})
 	b := &concurrent{T: t, Trainer: tr, dir: t.TempDir(), text: heldOut(t, 40, 1)}
@@ -504,6 +507,7 @@ func (never) Decide([]state.Report) []state.Command { return nil }
 // an epoch, that callbacks are notified, and that replaying the record reproduces the run bit for
 // bit.
 func TestSteer(t *testing.T) {
+	randtest.Concurrent(t)
 	text, err := data.NewEvaluation(texttest.Words(9, 120), tokenizer.Bytes{}, 2, tiny().Seq)
 	require.NoError(t, err)
 	plant := state.Command{Action: state.Germinate, Layer: 0, Seed: 0, Why: "a person asks",

@@ -371,7 +371,7 @@ func TestEpochOf100000Seeds(t *testing.T) {
 	l := grafting(t, n)
 	room := make([]uint64, 20<<20/8)
 	least, tries := math.Inf(1), 0
-	for tries < 20 && least > 1 || tries < 5 {
+	for tries < 20 && least > 1 || tries < 2 {
 		tries++
 		start := processor.Time(t)
 		epochs(t, l, 1)

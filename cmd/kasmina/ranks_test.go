@@ -51,8 +51,8 @@ func sharedDir(t *testing.T) string {
 
 // TestMain acts as the command in a process that a test has started.
 func TestMain(m *testing.M) {
-	randtest.CollectRarely()
 	if os.Getenv(commandVariable) == "" {
+		randtest.CollectRarely()
 		code := m.Run()
 		if shared != "" {
 			_ = os.RemoveAll(shared)

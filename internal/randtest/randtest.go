@@ -1,5 +1,5 @@
 // Package randtest provides reproducible random test inputs that differ from run to run, and controls how
-// many cases tests check, how often they repeat their checks, and how often they collect garbage.
+// many cases tests check, how often they repeat their checks, and how many resources they use.
 package randtest
 
 import (
@@ -7,9 +7,11 @@ import (
 	"maps"
 	"math/rand/v2"
 	"os"
+	"runtime"
 	"runtime/debug"
 	"slices"
 	"strconv"
+	"strings"
 	"testing"
 )
 
@@ -61,14 +63,48 @@ func NeedsLong(t testing.TB, reason string) {
 
 // CollectRarely lets garbage grow to four times the live memory before it is collected, as GOGC=400 does. Tests with
 // small models have little live memory and create much garbage, so that collecting it at the usual rate takes up to a
-// third of their processor time.
+// third of their processor time. TestMain calls CollectRarely before it runs the tests.
 //
-// Long tests still collect at the usual rate, and so do all tests if the environment variable GOGC is set.
-// TestMain calls CollectRarely before it runs the tests.
+// Long tests, benchmarks and tests with flags of their own still collect at the usual rate, and everything does if the
+// environment variable GOGC is set.
 func CollectRarely() {
-	if !Long() && os.Getenv("GOGC") == "" {
+	if !Long() && !special() && os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(400)
 	}
+}
+
+// OneProcessor limits the tests of a package to one processor, except for [Concurrent] ones. go test tests as many
+// packages at a time as there are processors, and dividing the work of small models takes longer than the work itself.
+// TestMain calls OneProcessor before it runs the tests.
+//
+// Long tests, benchmarks and tests with flags of their own still use all processors, and so does everything if the
+// environment variable GOMAXPROCS is set.
+func OneProcessor() {
+	if !Long() && !special() && os.Getenv("GOMAXPROCS") == "" {
+		limited = true
+		runtime.GOMAXPROCS(1)
+	}
+}
+
+// limited is set if tests use one processor.
+var limited bool
+
+// Concurrent lets a test use all processors until it ends, even after [OneProcessor], because it checks work that
+// several goroutines do at the same time. Parallel tests must not call Concurrent.
+func Concurrent(t testing.TB) {
+	if limited {
+		runtime.SetDefaultGOMAXPROCS()
+		t.Cleanup(func() { runtime.GOMAXPROCS(1) })
+	}
+}
+
+// special reports whether the test binary runs benchmarks, or has flags that its package defines, such as -duration.
+// It reads the arguments because flags are not parsed yet when TestMain starts.
+func special() bool {
+	return slices.ContainsFunc(os.Args[1:], func(a string) bool {
+		name := strings.TrimLeft(a, "-")
+		return strings.HasPrefix(name, "test.bench") || len(name) < len(a) && !strings.HasPrefix(name, "test.")
+	})
 }
 
 // all reports whether a test checks all of its cases, because tests are [Long] or the seed is given. A given seed

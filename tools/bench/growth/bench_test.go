@@ -15,10 +15,13 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 func TestMain(m *testing.M) {
-	speedTime = 200 * time.Millisecond
+	randtest.OneProcessor()
+	speedTime = 50 * time.Millisecond
 	os.Exit(m.Run())
 }
 
@@ -242,7 +245,7 @@ func TestRegrets(t *testing.T) {
 func benchArgs(t *testing.T, data, out string, more ...string) []string {
 	return append([]string{"-device", "cpu", "-data", data, "-out", out, "-vocab", "0",
 		"-layers", "4", "-dim", "16", "-heads", "2", "-seq", "16", "-batch", "4", "-heldout", "256",
-		"-budgets", "2", "-seeds", "3"}, more...)
+		"-budgets", "1", "-seeds", "3"}, more...)
 }
 
 // TestBench makes a small benchmark in two calls. The second call must make only the missing runs, and
@@ -254,7 +257,7 @@ func TestBench(t *testing.T) {
 		"blocks=2-4,share=0.3,rewarm=3,moments=fresh,norms=qk,outputs=zero,decay=late,lr=0.01")
 	require.NoError(t, Study(t.Context(), args, &stdout, &stderr), &stderr)
 
-	kept := filepath.Join(out, "flops-2-seed3-blocks=4,lr=0.01.json")
+	kept := filepath.Join(out, "flops-1-seed3-blocks=4,lr=0.01.json")
 	before, err := os.Stat(kept)
 	require.NoError(t, err)
 	stdout.Reset()
@@ -267,12 +270,12 @@ func TestBench(t *testing.T) {
 	lines := strings.Split(strings.TrimSpace(stdout.String()), "\n")
 	require.NoError(t, json.Unmarshal([]byte(lines[len(lines)-1]), &rows))
 	require.Len(t, rows, 6)
-	require.Contains(t, stdout.String(), "2 tokens per parameter, equal time")
+	require.Contains(t, stdout.String(), "1 tokens per parameter, equal time")
 
 	s, err := loadStudy(out)
 	require.NoError(t, err)
 	require.Len(t, s.records, 6)
-	static := s.records["flops-2-seed3-blocks=4,lr=0.01"]
+	static := s.records["flops-1-seed3-blocks=4,lr=0.01"]
 	for name, r := range s.records {
 		require.Empty(t, r.Failed, name)
 		require.Equal(t, r.Loss, r.Loss, name)
@@ -342,7 +345,7 @@ func TestBenchParts(t *testing.T) {
 	s, err := loadStudy(out)
 	require.NoError(t, err)
 	require.Len(t, s.records, 2)
-	forecast := s.records["flops-2-seed3-blocks=1-2-4,share=forecast,lr=0.01"]
+	forecast := s.records["flops-1-seed3-blocks=1-2-4,share=forecast,lr=0.01"]
 	require.NotEmpty(t, forecast.Notes)
 	require.Contains(t, forecast.Notes[0], "the 1-block model would reach")
 }
@@ -408,7 +411,7 @@ func TestBenchContinuesAfterFailure(t *testing.T) {
 	var stdout strings.Builder
 	err := Study(t.Context(), benchArgs(t, textFolder(t), out, "-equal", "flops", "blocks=2-4,share=0.1,lr=0.01",
 		"blocks=4,lr=0.01"), &stdout, io.Discard)
-	require.ErrorContains(t, err, "flops-2-seed3-blocks=2-4,share=0.1,lr=0.01: ")
+	require.ErrorContains(t, err, "flops-1-seed3-blocks=2-4,share=0.1,lr=0.01: ")
 	require.Contains(t, stdout.String(), "`blocks=4,lr=0.01`")
 }
 
