@@ -90,6 +90,8 @@ func TestEveryLaunch(t *testing.T) {
 		decode.Product{Y: p, X: p, W: p, Columns: 3, D: 8, Type: dt},
 		decode.RowsProduct{Y: p, X: p, W: p, Rows: 3, Columns: 3, D: 8, Type: dt},
 		decode.PackedProduct{Y: p, X: p, Rows: 3, Columns: 3, D: 64, Type: dt},
+		decode.PackedProduct{Y: p, X: p, Rows: 1, Columns: 3, D: 256, Type: dt},
+		decode.PackedProduct{Y: p, X: p, Rows: 1, Columns: 3, D: 256, Norm: decode.Norm{W: p}, NF4: true, Type: dt},
 		decode.NormRows{Y: p, X: p, W: p, Rows: 3, D: 8, Type: dt},
 		decode.Gated{H: p, X: p, W: p, F: 3, D: 8, Type: dt},
 		elementwise.Unary{Op: elementwise.Tanh, Y: p, X: p, N: 9, Type: dt},

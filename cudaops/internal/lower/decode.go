@@ -119,6 +119,12 @@ func (c *compiler) foldNorm(call *program.Call, rest []*program.Call) bool {
 				r.x, r.norm, r.overlap, depth = later.Operand(&l.X), &l.Norm, &l.Overlap, l.D
 			case *decode.Gated:
 				r.x, r.norm, r.overlap, depth = later.Operand(&l.X), &l.Norm, &l.Overlap, l.D
+			case *decode.PackedProduct:
+				p := *l
+				p.X, p.Norm.W = x.StandIn(), w.StandIn()
+				if p.Streams(c.o.Device) {
+					r.x, r.norm, r.overlap, depth = later.Operand(&l.X), &l.Norm, &l.Overlap, l.D
+				}
 			}
 			touching := 0
 			for _, a := range later.Args {

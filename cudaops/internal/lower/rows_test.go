@@ -113,3 +113,41 @@ func TestPackedProducts(t *testing.T) {
 		}
 	}
 }
+
+// TestPackedNorms checks that products of one row with weights in float8 and NF4 take over the norm before them if
+// they can normalize their row.
+func TestPackedNorms(t *testing.T) {
+	for _, format := range []quant.Format{quant.Float8, quant.NF4} {
+		for dim, want := range map[int]int{192: 0, 256: 1} {
+			g := gorgonia.NewGraph()
+			x := must(op.Embedding(passtest.Ints(g, "ids", 0), passtest.Node(g, "table", 9, dim)))
+			y := must(op.RMSNorm(x, passtest.Node(g, "norm", dim), 1e-5))
+			part := func(name string) *gorgonia.Node { return must(op.Linear(y, passtest.Node(g, name, dim, dim))) }
+			must(kvcache.Attention(part("q"), part("k"), part("v"), passtest.Ints(g, "position", 0),
+				kvcache.Config{Heads: 4, KVHeads: 4, HeadDim: dim / 4, Capacity: 128}))
+			o := lower.Options{Activation: gpu.BFloat16,
+				Decoding: lower.Decoding{Rows: true, Packed: true, Norms: true},
+				Packed: func(n *gorgonia.Node) *quant.Matrix {
+					if len(n.Name()) > 1 { // not a projection
+						return nil
+					}
+					m, err := quant.New(format, dim, dim, make([]float32, dim*dim))
+					require.NoError(t, err)
+					return m
+				}}
+
+			products, folded := 0, 0
+			for _, call := range passtest.Lower(t, g, o).Calls {
+				if p, ok := call.Params.(*decode.PackedProduct); ok {
+					products++
+					if call.Operand(&p.Norm.W) != nil {
+						require.Equal(t, 1e-5, p.Norm.Eps)
+						folded++
+					}
+				}
+			}
+			require.Equal(t, 1, products)
+			require.Equal(t, want, folded, "%d columns", dim)
+		}
+	}
+}

@@ -19,20 +19,12 @@
 // table in shared memory with a copy for every lane, so that lanes never access the same bank. The sums of a chunk,
 // which is an NF4 block, are multiplied by the block's scale in float32.
 #include "common.cuh"
+#include "decode_packed.cuh"
 #include "gate.cuh"
 #include "mma.cuh"
 #include "overlap.cuh"
 
 constexpr int kPackedWarps = 8, kChunk = 64, kFlight = 8;
-constexpr int kMostParts = 3, kNested = 256;
-
-struct Part {
-  const uint8_t *codes, *nested;
-  const float* scales;
-  float offset;
-  int rows;
-};
-
 struct Args {
   void* y;
   const void *x, *c;  // c may be null or y
@@ -41,11 +33,6 @@ struct Args {
   int rows, n, depth;  // n columns of y
   int steady, early, isGELU;  // see Overlap in product.go
 };
-
-__constant__ float nf4[16] = {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
-    -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f,
-    0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f,
-    0.5626170039176941f, 0.7229568362236023f, 1.0f};
 
 // Row is a row of w.
 struct Row {

@@ -227,8 +227,12 @@ func TestConstantsMatchSources(t *testing.T) {
 	kerneltest.MatchSource(t, "decode_grouped.cu", fmt.Sprintf("kWarps = %d,", groupedWarps),
 		fmt.Sprintf("kKeys = %d, kHeads = %d, kStages = %d;", groupedKeys, groupedHeads, groupedStages))
 	kerneltest.MatchSource(t, "decode_product.cu", fmt.Sprintf("kWarps = %d, kDeep = %d;", warps, deep))
-	kerneltest.MatchSource(t, "decode_packed.cu", fmt.Sprintf("kPackedWarps = %d, kChunk = %d,", packedWarps, packedChunk),
-		fmt.Sprintf("kMostParts = %d,", MostParts))
+	kerneltest.MatchSource(t, "decode_packed.cuh", fmt.Sprintf("kMostParts = %d,", MostParts))
+	kerneltest.MatchSource(t, "decode_packed.cu", fmt.Sprintf("kPackedWarps = %d, kChunk = %d,", packedWarps, packedChunk))
+	kerneltest.MatchSource(t, "decode_stream_packed.cu",
+		fmt.Sprintf("kStreamWarps = %d,", streamWarps), fmt.Sprintf("kRows = %d, kRowBytes = %d;", streamRows, packedStreamBytes),
+		fmt.Sprintf("kFloat8Stages = %d, kNF4Stages = %d;", packedStreamFloat8, packedStreamNF4),
+		fmt.Sprintf("kBatch = %d;", packedStreamBatch), "kPacks = 2,")
 	kerneltest.MatchSource(t, "decode_norm.cu", fmt.Sprintf("kThreads = %d;", normThreads))
 	kerneltest.MatchSource(t, "decode_rows.cu", fmt.Sprintf("kTile = %d, kDepth = %d, kStages = %d, kThreads = %d;",
 		rowsTile, rowsDepth, rowsStages, rowsThreads))
@@ -240,6 +244,34 @@ func TestConstantsMatchSources(t *testing.T) {
 	kerneltest.MatchSource(t, "decode_cluster.cu", fmt.Sprintf("kThreads = %d, kBlocks = %d;", threads, clusterBlocks),
 		"rounds = L == 8 ? 4 : 8,", "together = G * L > 128 ? 4 : G;")
 	require.Equal(t, PageTokens, kvcache.PageTokens)
+}
+
+// TestSpread checks that large products with a norm occupy more than half of a multiprocessor, together with the
+// products of Llama-3.1-8B that have no norm.
+func TestSpread(t *testing.T) {
+	h200 := gpu.DeviceInfo{Major: 9, SMs: 132, SharedPerBlock: 227 << 10}
+	all := h200.SharedPerBlock + 1024
+	fits := func(blocks ...int) bool {
+		sum := 0
+		for _, b := range blocks {
+			sum += b + 1024
+		}
+		return sum <= all
+	}
+
+	n := Norm{W: 1 << 20}
+	large := spread(90<<10, n, 100<<20, streamRings, h200)
+	require.False(t, fits(large, large))
+	down := streamed{x: 1 << 20, w: 1 << 20, rows: 4096, depth: 14336, t: gpu.BFloat16}
+	require.True(t, fits(large, down.shared()))
+	for _, nf4 := range []bool{false, true} {
+		_, shared := PackedProduct{D: 14336, NF4: nf4}.streamShared()
+		require.True(t, fits(large, shared))
+	}
+
+	require.Equal(t, 90<<10, spread(90<<10, n, 10<<20, streamRings, h200))
+	require.Equal(t, 90<<10, spread(90<<10, Norm{}, 100<<20, streamRings, h200))
+	require.Equal(t, 120<<10, spread(120<<10, n, 100<<20, streamRings, h200))
 }
 
 // scaled returns n normally distributed numbers, divided by the square root of depth.

@@ -1,6 +1,7 @@
 package decode
 
 import (
+	"errors"
 	"fmt"
 
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
@@ -13,12 +14,15 @@ import (
 //
 // If Gate is not GateNone, it computes Y = gate(X·Parts[0]ᵀ) ⊙ X·Parts[1]ᵀ instead, and C is null. Both parts then have
 // Columns rows.
+//
+// Norm may be set only if Streams then returns true.
 type PackedProduct struct {
 	Y, X, C, Table   gpu.Ptr
 	Parts            [MostParts]Packed
 	Rows, Columns, D int
 	Gate             Gate
 	NF4              bool
+	Norm             Norm
 	Type             gpu.DType
 	Overlap
 }
@@ -30,9 +34,11 @@ type Packed struct {
 	Rows                  int
 }
 
-// MostParts is the largest number of parts. It and the following constants must match decode_packed.cu.
+// MostParts is the largest number of parts. It must match decode_packed.cuh.
+const MostParts = 3
+
+// These constants must match decode_packed.cu.
 const (
-	MostParts   = 3
 	packedWarps = 8
 	packedChunk = 64
 )
@@ -48,6 +54,16 @@ func (a PackedProduct) Launch(q *kernel.Queue) {
 	if !a.Supports() {
 		q.Err = fmt.Errorf("kernels.DecodePacked: %d rows of %d elements of type %v, want 1 to %d rows of a multiple of %d "+
 			"elements of 16 bits, aligned to 16 bytes", a.Rows, a.D, a.Type, MostRows, packedChunk)
+		return
+	}
+
+	if a.Streams(q.Info) {
+		a.stream(q)
+		return
+	}
+
+	if a.Norm.W != 0 {
+		q.Err = errors.New("kernels.DecodePacked: this product cannot normalize its row")
 		return
 	}
 
@@ -69,9 +85,14 @@ func (a PackedProduct) Launch(q *kernel.Queue) {
 	name += fmt.Sprint("_", tiles, kernel.Suffix(a.Type))
 	c.Grid.X = min(kernel.CeilDiv(a.Columns, perBlock), q.Resident("decode_packed", name, c))
 
-	args := kernel.Struct{a.Y, a.X, a.C, a.Table}
+	args := append(kernel.Struct{a.Y, a.X, a.C, a.Table}, a.parts()...)
+	q.Run("decode_packed", name, c, append(args, a.Rows, a.Columns, a.D, a.Steady, a.Early, a.Gate == GateGELU))
+}
+
+// parts returns the parts as arguments of a kernel.
+func (a PackedProduct) parts() (args kernel.Struct) {
 	for _, p := range a.Parts {
 		args = append(args, kernel.Struct{p.Codes, p.Nested, p.Scales, float64(p.Offset), p.Rows})
 	}
-	q.Run("decode_packed", name, c, append(args, a.Rows, a.Columns, a.D, a.Steady, a.Early, a.Gate == GateGELU))
+	return args
 }

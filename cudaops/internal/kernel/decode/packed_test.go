@@ -11,7 +11,8 @@ import (
 )
 
 // TestPackedProducts compares products with up to three matrices of float8 or NF4 weights to products with the decoded
-// weights in float64. It also checks gated products and added matrices, and that two runs are bit-identical.
+// weights in float64. It also checks gated products, products that normalize their row, and added matrices, and that two
+// runs are bit-identical.
 func TestPackedProducts(t *testing.T) {
 	g := kerneltest.NewRig(t)
 	for i, c := range []struct {
@@ -20,7 +21,8 @@ func TestPackedProducts(t *testing.T) {
 	}{
 		{1, 64, []int{5}}, {1, 2048, []int{100, 100}}, {3, 192, []int{16, 8, 40}}, {1, 4160, []int{33, 7, 9}},
 		{8, 768, []int{24, 24}}, {9, 1024, []int{50}}, {17, 128, []int{70, 70}}, {32, 2048, []int{256, 64, 64}},
-		{64, 576, []int{90, 90}}, {1, 512, []int{9000}},
+		{64, 576, []int{90, 90}}, {1, 512, []int{9000}}, {1, 4096, []int{33, 7, 9}}, {1, 256, []int{1, 1, 1}},
+		{1, 2304, []int{1100, 1100}}, {1, 14336, []int{500}},
 	} {
 		for _, format := range []quant.Format{quant.Float8, quant.NF4} {
 			for _, dt := range []gpu.DType{kerneltest.Bf16, kerneltest.F16} {
@@ -81,20 +83,40 @@ func packedProducts(g *kerneltest.Rig, rows, depth int, parts []int, format quan
 	}
 	g.Near("y + c", y, ar, 2*kerneltest.Forward(dt))
 
-	if len(parts) != 2 || parts[0] != parts[1] {
+	gate := func(want []float64) {
+		if len(parts) == 2 && parts[0] == parts[1] {
+			p.C = 0
+			gatedPacked(g, p, want, dt)
+		}
+	}
+	gate(want)
+
+	factors, fr := g.Normal(depth, kerneltest.F32, 0)
+	p.C, p.Norm = 0, Norm{W: factors.Ptr, Eps: 1e-3}
+	if !p.Streams(g.Info) {
 		return
 	}
-	f := parts[0]
+	normed := make([]float64, depth)
+	layer.RMSNorm(normed, make([]float64, 1), xr, fr, p.Norm.Eps)
+	want = product(normed, wide(w), 1, p.Columns, depth)
+	g.Must(g.Launch(g.Stream, p))
+	g.Near("normed", y, want, 2*kerneltest.Forward(dt))
+	gate(want)
+}
+
+// gatedPacked checks gated products of two matrices of the same size. want are the results of the product p.
+func gatedPacked(g *kerneltest.Rig, p PackedProduct, want []float64, dt gpu.DType) {
+	f := p.Columns / 2
 	for _, gate := range []Gate{GateSiLU, GateGELU} {
 		mul := layer.SiLUMul[float64]
 		if gate == GateGELU {
 			mul = layer.GELUMul[float64]
 		}
-		gated := gatedRows(want, rows, 2*f, mul)
-		h := g.Alloc(rows*f, dt, 0)
-		p.Y, p.C, p.Columns, p.Gate = h.Ptr, 0, f, gate
+		gated := gatedRows(want, p.Rows, 2*f, mul)
+		h := g.Alloc(p.Rows*f, dt, 0)
+		p.Y, p.Columns, p.Gate = h.Ptr, f, gate
 		g.Must(g.Launch(g.Stream, p))
-		g.Near(fmt.Sprint("gate ", gate), h, gated, 4*kerneltest.Forward(dt))
+		g.Near(fmt.Sprint("gate ", gate, p.Norm), h, gated, 4*kerneltest.Forward(dt))
 	}
 }
 

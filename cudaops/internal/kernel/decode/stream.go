@@ -23,11 +23,13 @@ const (
 	streamStages  = 5
 	streamBatch   = 8
 	streamNormed  = 2 * 8 * 32 * streamWarps // the largest depth with a norm
+
+	streamRings = streamWarps * streamStages * streamRows * streamColumns * 2 // bytes in a block
 )
 
 // shared returns the number of bytes of shared memory of a block.
 func (s streamed) shared() int {
-	n := streamWarps*streamStages*streamRows*streamColumns*2 + 4*streamBatch*streamWarps*streamRows + 128 + 2*s.depth + 64
+	n := streamRings + 4*streamBatch*streamWarps*streamRows + 128 + 2*s.depth + 64
 	if s.norm.W != 0 {
 		n += 2 * s.depth
 	}
@@ -47,8 +49,33 @@ func (s streamed) launch(q *kernel.Queue) {
 	if s.norm.W != 0 {
 		name += "_normed"
 	}
+	weights := 2 * s.rows * s.depth
+	if s.gated {
+		weights *= 2
+	}
 	c := kernel.Line(min(q.Info.SMs, s.rows), 32*streamWarps)
-	c.Shared, c.Overlap, c.MaxShared = s.shared(), true, true
+	c.Shared, c.Overlap, c.MaxShared = spread(s.shared(), s.norm, weights, streamRings, q.Info), true, true
 	q.Run("decode_stream", name+kernel.Suffix(s.t), c, kernel.Struct{s.y, s.x, s.w, s.add, s.norm.W, s.rows, s.depth,
 		s.norm.Eps, s.Steady, s.Early, s.gelu})
+}
+
+// spread returns the shared memory that a block of a product requests. Products with a norm request more than half of a
+// multiprocessor's memory, so that no multiprocessor runs two of their blocks while others run none. It leaves enough for
+// a block of the products before and after them. The products of a model alternate between those with a norm and those
+// without one.
+//
+// Otherwise, such pairs would follow an attention, which leaves some multiprocessors more memory than others, and stay
+// until the end of the token: the blocks of each product would go in pairs to the multiprocessors that run none of the
+// preceding product.
+//
+// Small products request no more than they need, because more of them can then overlap. A product is small if the rings
+// of its blocks hold all weights.
+func spread(shared int, n Norm, weights, rings int, d gpu.DeviceInfo) int {
+	const reserved, unit = 1024, 128 // bytes that the driver adds to a block's memory, and of which it is a multiple
+	if n.W == 0 || weights <= rings*d.SMs {
+		return shared
+	}
+
+	half := (d.SharedPerBlock + reserved) / 2
+	return max(shared, half-reserved+unit)
 }

@@ -1,0 +1,73 @@
+package decode
+
+import (
+	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
+	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
+)
+
+// These constants must match decode_stream_packed.cu, which has as many warps and rows in a tile as decode_stream.cu, and
+// can normalize as many elements.
+const (
+	packedStreamBytes  = 128 // bytes of codes of a row in a piece
+	packedStreamBatch  = 4
+	packedStreamFloat8 = 4 // stages; one less without a norm
+	packedStreamNF4    = 3
+)
+
+// Streams reports whether decode_stream_packed.cu computes the product on a GPU.
+func (a PackedProduct) Streams(d gpu.DeviceInfo) bool {
+	columns := packedStreamBytes
+	if a.NF4 {
+		columns *= 2
+	}
+	_, shared := a.streamShared()
+	if !a.Supports() || a.Rows != 1 || !d.Overlaps() || a.D%columns != 0 || a.Norm.W != 0 && a.D > streamNormed ||
+		shared > d.SharedPerBlock {
+		return false
+	}
+
+	for _, p := range a.Parts {
+		if !kernel.Aligned(p.Codes) || p.Nested%4 != 0 {
+			return false
+		}
+	}
+	return kernel.Aligned(a.X, a.Norm.W)
+}
+
+// streamShared returns the number of bytes of the rings and of all shared memory of a block.
+func (a PackedProduct) streamShared() (rings, shared int) {
+	stage, stages, tables, columns := streamRows*packedStreamBytes, packedStreamFloat8, 0, 2
+	if a.NF4 {
+		stage, stages, tables = stage+2*4*streamRows, packedStreamNF4, 4*256*32+4*256
+	}
+	if a.Norm.W == 0 {
+		stages--
+		if a.NF4 {
+			columns = 1
+		}
+	}
+
+	rings = streamWarps * stages * stage
+	return rings, tables + rings + 4*packedStreamBatch*streamWarps*streamRows + 128 + 2*columns*a.D + 64
+}
+
+// stream enqueues the kernel of decode_stream_packed.cu.
+func (a PackedProduct) stream(q *kernel.Queue) {
+	name, weights := "decode_stream_packed_float8", a.Columns*a.D
+	if a.NF4 {
+		name, weights = "decode_stream_packed_nf4", weights/2
+	}
+	if a.Gate != GateNone {
+		name, weights = name+"_gated", 2*weights
+	}
+	if a.Norm.W != 0 {
+		name += "_normed"
+	}
+
+	rings, shared := a.streamShared()
+	c := kernel.Line(min(q.Info.SMs, a.Columns), 32*streamWarps)
+	c.Shared, c.Overlap, c.MaxShared = spread(shared, a.Norm, weights, rings, q.Info), true, true
+	args := append(kernel.Struct{a.Y, a.X, a.C, a.Norm.W, a.Table}, a.parts()...)
+	q.Run("decode_stream_packed", name+kernel.Suffix(a.Type), c, append(args, a.Columns, a.D, a.Norm.Eps, a.Steady, a.Early,
+		a.Gate == GateGELU))
+}
