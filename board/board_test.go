@@ -459,6 +459,7 @@ func (p *planter) Decide(reports []state.Report) []state.Command {
 // same reports as a controller inside, and its commands must take effect and appear among the
 // events.
 func TestClient(t *testing.T) {
+	t.Parallel()
 	tr := newTrainer(t, 150, 4)
 	paced(tr, 10*time.Millisecond)
 	b, _ := listen(t, tr, board.WithControl())
@@ -518,6 +519,7 @@ func logged(t *testing.T, name string, steps int) string {
 // TestLogs checks that a board of logs shows finished runs and one in progress, with their settings,
 // and skips lines that are not records.
 func TestLogs(t *testing.T) {
+	t.Parallel()
 	one, two := logged(t, "one", 6), logged(t, "two", 9)
 	b, err := board.Logs([]string{one, filepath.Join(two, "log.jsonl")})
 	require.NoError(t, err)

@@ -22,6 +22,7 @@ import (
 	"github.com/kasmina-go/kasmina/board/api"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/internal/browsertest"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/texttest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -51,6 +52,7 @@ func TestMain(m *testing.M) {
 		view(url)
 		return
 	}
+	randtest.OverlapWaits()
 	os.Exit(browsertest.Run(m))
 }
 

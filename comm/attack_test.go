@@ -71,6 +71,7 @@ func reach(t *testing.T, p Place) net.Conn {
 // TestStrangerTakesNoRank tries to join with full knowledge of the run except for its secret. The
 // attempt must fail without revealing anything about the run, and must not affect it.
 func TestStrangerTakesNoRank(t *testing.T) {
+	t.Parallel()
 	p := places(t, 2)
 	p[0].Run = "slurm 918273.4"
 	p[1].Run = p[0].Run
@@ -97,6 +98,7 @@ func TestStrangerTakesNoRank(t *testing.T) {
 
 // TestStrangerCannotFailTheRun sends garbage and forged messages to rank 0 while it waits for ranks.
 func TestStrangerCannotFailTheRun(t *testing.T) {
+	t.Parallel()
 	p := places(t, 2)
 	frame := func(m message) []byte {
 		head, err := json.Marshal(m)

@@ -1,15 +1,12 @@
 package comm
 
 import (
-	"flag"
 	"testing"
+
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
-// TestMain lets more tests run in parallel than there are processors, because they wait for deadlines.
 func TestMain(m *testing.M) {
-	flag.Parse()
-	if err := flag.Set("test.parallel", "16"); err != nil {
-		panic(err)
-	}
+	randtest.OverlapWaits()
 	m.Run()
 }

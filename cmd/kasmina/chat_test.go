@@ -17,6 +17,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/serve"
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
@@ -105,6 +106,7 @@ func TestChat(t *testing.T) {
 
 // TestChatInterrupt checks that an interrupt stops an answer and not the conversation.
 func TestChatInterrupt(t *testing.T) {
+	randtest.Concurrent(t)
 	talk, p, out := newTalk(t, 1000)
 	p.answer = p.answer[:1]
 	self, err := os.FindProcess(os.Getpid())
@@ -160,6 +162,7 @@ func TestChatCommand(t *testing.T) {
 
 // TestServeCommand starts the server, follows its own advice, and stops it during an answer.
 func TestServeCommand(t *testing.T) {
+	randtest.Concurrent(t)
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	r, w := io.Pipe()

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/internal/processor"
+	"github.com/kasmina-go/kasmina/internal/randtest"
 )
 
 // evaluated returns what eval prints.
@@ -85,6 +86,7 @@ func TestPromptFromStandardInput(t *testing.T) {
 // TestInterruptedCommands checks that commands which save nothing end in silence with the exit code of
 // an interrupt.
 func TestInterruptedCommands(t *testing.T) {
+	randtest.Concurrent(t)
 	if runtime.GOOS == "windows" {
 		t.Skip("Windows does not let a process interrupt another")
 	}

@@ -104,6 +104,7 @@ func scoreIn(t *testing.T, out string) (s score) {
 
 // TestServeAdapters checks that a server offers a model and its adapters by their names.
 func TestServeAdapters(t *testing.T) {
+	randtest.Concurrent(t)
 	adapters, merged := tunedAdapters(t)
 	for name, c := range map[string]struct {
 		args []string

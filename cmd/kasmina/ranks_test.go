@@ -53,6 +53,7 @@ func sharedDir(t *testing.T) string {
 func TestMain(m *testing.M) {
 	if os.Getenv(commandVariable) == "" {
 		randtest.CollectRarely()
+		randtest.OneProcessor()
 		code := m.Run()
 		if shared != "" {
 			_ = os.RemoveAll(shared)

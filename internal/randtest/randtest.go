@@ -3,6 +3,7 @@
 package randtest
 
 import (
+	"flag"
 	"hash/fnv"
 	"maps"
 	"math/rand/v2"
@@ -70,6 +71,7 @@ func NeedsLong(t testing.TB, reason string) {
 func CollectRarely() {
 	if !Long() && !special() && os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(400)
+		os.Setenv("GOGC", "400") // for processes that tests start
 	}
 }
 
@@ -83,6 +85,7 @@ func OneProcessor() {
 	if !Long() && !special() && os.Getenv("GOMAXPROCS") == "" {
 		limited = true
 		runtime.GOMAXPROCS(1)
+		os.Setenv("GOMAXPROCS", "1") // for processes that tests start
 	}
 }
 
@@ -95,6 +98,21 @@ func Concurrent(t testing.TB) {
 	if limited {
 		runtime.SetDefaultGOMAXPROCS()
 		t.Cleanup(func() { runtime.GOMAXPROCS(1) })
+	}
+}
+
+// OverlapWaits lets 16 parallel tests of a package run at a time, unless the flag -parallel says otherwise. It is meant
+// for parallel tests that wait for deadlines and other programs rather than compute, so that they do not occupy the
+// place of other packages for long. TestMain calls OverlapWaits before it runs the tests.
+func OverlapWaits() {
+	flag.Parse()
+	given := false
+	flag.Visit(func(f *flag.Flag) { given = given || f.Name == "test.parallel" })
+	if given {
+		return
+	}
+	if err := flag.Set("test.parallel", "16"); err != nil {
+		panic(err)
 	}
 }
 

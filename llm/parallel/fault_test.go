@@ -6,7 +6,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -41,11 +40,7 @@ func TestMain(m *testing.M) {
 	randtest.CollectRarely()
 	dir := os.Getenv(folderVariable)
 	if dir == "" {
-		flag.Parse()
-		// More tests run in parallel than there are processors, because they wait for deadlines.
-		if err := flag.Set("test.parallel", "16"); err != nil {
-			panic(err)
-		}
+		randtest.OverlapWaits()
 		os.Exit(m.Run())
 	}
 	err := rankIn(dir)
