@@ -227,7 +227,7 @@ func (r *rig) callbacks() {
 	t.On(r.see, r.order)
 	if r.Train.Merge {
 		t.On(llm.MergeAtEnd(t), func(e llm.Event) error {
-			if e.Last {
+			if e.Kind == llm.StepEnd && e.Last {
 				r.mergedAt = e.Step
 			}
 			return nil
