@@ -79,7 +79,7 @@ var build = sync.OnceValues(func() (*programs, error) {
 })
 
 // subcommands lists the subcommands of programs other than kasmina.
-var subcommands = map[string][]string{"./tools/bench": {"decode", "forgetting", "growth", "study"}}
+var subcommands = map[string][]string{"./tools/bench": {"decode", "forgetting", "growth", "serve", "study"}}
 
 var declaration = regexp.MustCompile(`^(Bool|Int|Int64|Uint|Uint64|String|Float64|Duration|Func|BoolFunc|Text)?(Var)?$`)
 
