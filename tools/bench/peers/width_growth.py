@@ -19,7 +19,7 @@ All runs on a budget take as long as the largest model needs for its tokens. The
 contains neither compilation nor evaluation. The time of growth counts. Steps are CUDA graphs, with compiled blocks and losses.
 
 One JSON line for each run goes to --out. --check tests the arithmetic of growth on a CPU, in double precision. The program
-needs torch 2.5 or later.
+needs torch 2.5 or later. docs/lab/growth.md presents the results.
 """
 import argparse
 import glob
