@@ -9,10 +9,13 @@ import (
 
 func TestMain(m *testing.M) {
 	randtest.CollectRarely()
+
+	// Tests on a GPU measure times, so they use all processors.
 	if d, err := cudaops.Open(); err == nil {
-		_ = d.Close() // the tests on a GPU measure times
+		_ = d.Close()
 	} else {
 		randtest.OneProcessor()
 	}
+
 	m.Run()
 }

@@ -58,13 +58,13 @@ const (
 	growth        = 2         // number of blocks at the end, relative to the start
 	observeEvery  = 16        // the seeds measure the activations of one step in this many
 	timeEvery     = 7         // the ops of one step in this many are timed
-	leastSteps    = 80        // that a run needs to judge whether it should have grown
+	minSteps      = 80        // that a run needs to judge whether it should have grown
 )
 
 func main() {
 	path := flag.String("data", "", "text `file` or folder to learn from (default: the sources of Go)")
 	out := flag.String("out", filepath.Join("runs", "transformer"), "`folder` for the model, log, curve and sample")
-	steps := flag.Int("steps", 1500, fmt.Sprintf("optimizer steps, at least %d", leastSteps))
+	steps := flag.Int("steps", 1500, fmt.Sprintf("optimizer steps, at least %d", minSteps))
 	seed := flag.Uint64("seed", 1, "random seed of the weights, the data order and the sample")
 	resume := flag.Bool("resume", false, "continue the run in -out")
 	flag.Parse()
@@ -78,8 +78,8 @@ func main() {
 
 func run(ctx context.Context, path, out string, steps int, seed uint64, resume bool,
 	stdout io.Writer) (err error) {
-	if steps < leastSteps {
-		return fmt.Errorf("-steps is %d, want at least %d", steps, leastSteps)
+	if steps < minSteps {
+		return fmt.Errorf("-steps is %d, want at least %d", steps, minSteps)
 	}
 
 	checkpoint, log := filepath.Join(out, "model.safetensors"), filepath.Join(out, "log.jsonl")

@@ -14,6 +14,8 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+
+	"github.com/kasmina-go/kasmina/internal/processor"
 )
 
 // Seed returns a seed for the test's random inputs. It logs the seed, which go test shows if the test
@@ -66,8 +68,8 @@ func NeedsLong(t testing.TB, reason string) {
 // small models have little live memory and create much garbage, so that collecting it at the usual rate takes up to a
 // third of their processor time. TestMain calls CollectRarely before it runs the tests.
 //
-// Long tests, benchmarks and tests with flags of their own still collect at the usual rate, and everything does if the
-// environment variable GOGC is set.
+// It has no effect on long tests, benchmarks and tests with flags of their own, or if the environment variable GOGC is
+// set.
 func CollectRarely() {
 	if !Long() && !special() && os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(400)
@@ -75,14 +77,14 @@ func CollectRarely() {
 	}
 }
 
-// OneProcessor limits the tests of a package to one processor, except for [Concurrent] ones. go test tests as many
-// packages at a time as there are processors, and dividing the work of small models takes longer than the work itself.
-// TestMain calls OneProcessor before it runs the tests.
+// OneProcessor limits the tests of a package to one processor, except for [Concurrent] ones. go test runs the tests of
+// as many packages at a time as there are processors, and dividing the work of small models among processors costs
+// processor time without saving any time. TestMain calls OneProcessor before it runs the tests.
 //
-// Long tests, benchmarks and tests with flags of their own still use all processors, and so does everything if the
-// environment variable GOMAXPROCS is set.
+// It has no effect on long tests, benchmarks and tests with flags of their own, or if the environment variable
+// GOMAXPROCS is set. It has none with the race detector either, which only finds races in work that is divided.
 func OneProcessor() {
-	if !Long() && !special() && os.Getenv("GOMAXPROCS") == "" {
+	if !Long() && !special() && !processor.Race && os.Getenv("GOMAXPROCS") == "" {
 		limited = true
 		runtime.GOMAXPROCS(1)
 		os.Setenv("GOMAXPROCS", "1") // for processes that tests start
@@ -93,7 +95,8 @@ func OneProcessor() {
 var limited bool
 
 // Concurrent lets a test use all processors until it ends, even after [OneProcessor], because it checks work that
-// several goroutines do at the same time. Parallel tests must not call Concurrent.
+// several goroutines do at the same time. Processes that the test starts still use one. Parallel tests must not call
+// Concurrent.
 func Concurrent(t testing.TB) {
 	if limited {
 		runtime.SetDefaultGOMAXPROCS()
@@ -102,8 +105,8 @@ func Concurrent(t testing.TB) {
 }
 
 // OverlapWaits lets 16 parallel tests of a package run at a time, unless the flag -parallel says otherwise. It is meant
-// for parallel tests that wait for deadlines and other programs rather than compute, so that they do not occupy the
-// place of other packages for long. TestMain calls OverlapWaits before it runs the tests.
+// for packages whose parallel tests mostly wait for deadlines and other programs, so that go test can start on other
+// packages sooner. TestMain calls OverlapWaits before it runs the tests.
 func OverlapWaits() {
 	flag.Parse()
 	given := false
@@ -116,8 +119,8 @@ func OverlapWaits() {
 	}
 }
 
-// special reports whether the test binary runs benchmarks, or has flags that its package defines, such as -duration.
-// It reads the arguments because flags are not parsed yet when TestMain starts.
+// special reports whether the test binary runs benchmarks, or was given flags that its package defines, such as
+// -duration. It reads the arguments because flags are not parsed yet when TestMain starts.
 func special() bool {
 	return slices.ContainsFunc(os.Args[1:], func(a string) bool {
 		name := strings.TrimLeft(a, "-")

@@ -32,10 +32,9 @@ func (r modelReader) Read(_ context.Context, name string, put func([]byte, strin
 }
 
 // TestPackedTextsOnGPU continues texts greedily with linear layers in float8 and NF4, one text alone and several
-// together, so that products have 1 to 12 rows. The sizes are such that some products of one row stream their weights,
-// and others do not. The CPU then computes the logits of each text with the rounded weights in
-// float32. At each position, its logit of the GPU's token must be the largest one, except for the error of activations
-// with 16 bits.
+// together, so that products have 1 to 12 rows. With these sizes, some products of one row stream their weights and
+// others do not. The CPU then computes the logits of each text with the rounded weights in float32. At each position, its
+// logit of the GPU's token must be the largest one, except for the error of activations with 16 bits.
 func TestPackedTextsOnGPU(t *testing.T) {
 	device := open(t)
 	base, err := llm.NewModel(llm.Config{Vocab: 101, Dim: 256, Layers: 3, Heads: 8, KVHeads: 2, FF: 320, Seq: 600}.Default(),

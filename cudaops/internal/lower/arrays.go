@@ -115,8 +115,8 @@ func (c *compiler) converted(n *gorgonia.Node, t gpu.DType, shape []int,
 	return m
 }
 
-// borrowedCopies replaces parameters of another program by their copies of type t there. If ranks have divided a
-// parameter, only such a copy holds all of it.
+// borrowedCopies returns the given arrays, but replaces each array that holds a parameter of another program by that
+// program's copy of type t, if there is one. When ranks divide a parameter, only such a copy holds all of it.
 func (c *compiler) borrowedCopies(t gpu.DType, all []*program.Array) []*program.Array {
 	all = slices.Clone(all)
 	for i, a := range all {

@@ -15,7 +15,7 @@ import (
 // If Gate is not GateNone, it computes Y = gate(X·Parts[0]ᵀ) ⊙ X·Parts[1]ᵀ instead, and C is null. Both parts then have
 // Columns rows.
 //
-// Norm may be set only if Streams then returns true.
+// If Norm is set, the row X is normalized first. It may be set only if Streams returns true for the product with Norm.
 type PackedProduct struct {
 	Y, X, C, Table   gpu.Ptr
 	Parts            [MostParts]Packed

@@ -16,12 +16,12 @@ const (
 
 // Streams reports whether decode_stream_packed.cu computes the product on a GPU.
 func (a PackedProduct) Streams(d gpu.DeviceInfo) bool {
-	columns := packedStreamBytes
+	piece := packedStreamBytes // elements of a row
 	if a.NF4 {
-		columns *= 2
+		piece *= 2
 	}
 	_, shared := a.streamShared()
-	if !a.Supports() || a.Rows != 1 || !d.Overlaps() || a.D%columns != 0 || a.Norm.W != 0 && a.D > streamNormed ||
+	if !a.Supports() || a.Rows != 1 || !d.Overlaps() || a.D%piece != 0 || a.Norm.W != 0 && a.D > streamNormed ||
 		shared > d.SharedPerBlock {
 		return false
 	}
@@ -36,13 +36,17 @@ func (a PackedProduct) Streams(d gpu.DeviceInfo) bool {
 
 // streamShared returns the number of bytes of the rings and of all shared memory of a block.
 func (a PackedProduct) streamShared() (rings, shared int) {
-	stage, stages, tables, columns := streamRows*packedStreamBytes, packedStreamFloat8, 0, 2
+	stage, stages := streamRows*packedStreamBytes, packedStreamFloat8
+	tables, columns := 0, 2 // columns of x
 	if a.NF4 {
-		stage, stages, tables = stage+2*4*streamRows, packedStreamNF4, 4*256*32+4*256
+		stage += 2 * 4 * streamRows // the codes of the blocks' scales, and the scales of these codes
+		stages = packedStreamNF4
+		tables = 4*256*32 + 4*256 // for pairs of NF4 codes, and for the codes of scales
 	}
+
 	if a.Norm.W == 0 {
 		stages--
-		if a.NF4 {
+		if a.NF4 { // a row in the storage type has no remainders
 			columns = 1
 		}
 	}

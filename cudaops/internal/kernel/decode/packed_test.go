@@ -104,7 +104,7 @@ func packedProducts(g *kerneltest.Rig, rows, depth int, parts []int, format quan
 	gate(want)
 }
 
-// gatedPacked checks gated products of two matrices of the same size. want are the results of the product p.
+// gatedPacked checks p with gates. Its two matrices have the same size, and want are its results without a gate.
 func gatedPacked(g *kerneltest.Rig, p PackedProduct, want []float64, dt gpu.DType) {
 	f := p.Columns / 2
 	for _, gate := range []Gate{GateSiLU, GateGELU} {
@@ -116,7 +116,7 @@ func gatedPacked(g *kerneltest.Rig, p PackedProduct, want []float64, dt gpu.DTyp
 		h := g.Alloc(p.Rows*f, dt, 0)
 		p.Y, p.Columns, p.Gate = h.Ptr, f, gate
 		g.Must(g.Launch(g.Stream, p))
-		g.Near(fmt.Sprint("gate ", gate, p.Norm), h, gated, 4*kerneltest.Forward(dt))
+		g.Near(fmt.Sprintf("gate %v, normed %t", gate, p.Norm.W != 0), h, gated, 4*kerneltest.Forward(dt))
 	}
 }
 

@@ -59,19 +59,19 @@ func (s streamed) launch(q *kernel.Queue) {
 		s.norm.Eps, s.Steady, s.Early, s.gelu})
 }
 
-// spread returns the shared memory that a block of a product requests. Products with a norm request more than half of a
-// multiprocessor's memory, so that no multiprocessor runs two of their blocks while others run none. It leaves enough for
-// a block of the products before and after them. The products of a model alternate between those with a norm and those
-// without one.
+// spread returns the number of bytes of shared memory that a block of a product requests. Products with a norm request
+// more than half of a multiprocessor's memory, so that no multiprocessor runs two of their blocks while others run none.
+// The rest is enough for a block of the product before or after, because products with and without a norm alternate in a
+// model.
 //
-// Otherwise, such pairs would follow an attention, which leaves some multiprocessors more memory than others, and stay
-// until the end of the token: the blocks of each product would go in pairs to the multiprocessors that run none of the
-// preceding product.
+// Otherwise, blocks would share multiprocessors in pairs after an attention, which leaves some multiprocessors more memory
+// than others. This would continue until the end of the token: the blocks of each product would go in pairs to the
+// multiprocessors that run none of the preceding product.
 //
 // Small products request no more than they need, because more of them can then overlap. A product is small if the rings
 // of its blocks hold all weights.
 func spread(shared int, n Norm, weights, rings int, d gpu.DeviceInfo) int {
-	const reserved, unit = 1024, 128 // bytes that the driver adds to a block's memory, and of which it is a multiple
+	const reserved, unit = 1024, 128 // bytes that the driver adds for each block, and the granularity of requests
 	if n.W == 0 || weights <= rings*d.SMs {
 		return shared
 	}
