@@ -182,13 +182,14 @@ func (e *EMA) Evaluate(ctx context.Context, text *data.Evaluation) (loss, bitsPe
 	return loss, bitsPerByte, nil
 }
 
-// An averagedLayout is the layout of the averaged model in a checkpoint. The model itself may have another one, if it
-// has grown for a step that then failed.
+// An averagedLayout is the layout of the averaged model in a checkpoint. It differs from the layout of the model if the
+// model has grown for a step that then failed.
 type averagedLayout struct {
 	Config  Config    `json:"config"`
 	Planted []Planted `json:"planted,omitempty"`
 }
 
+// averagedValue is the name of the averagedLayout in a checkpoint.
 const averagedValue = "model"
 
 // Save implements [Part].

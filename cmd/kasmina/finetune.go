@@ -939,7 +939,7 @@ func (o *finetuneOptions) publish(c *cobra.Command, m *llm.Model, f *hf.Folder, 
 	return nil
 }
 
-// printNextSteps prints the saved files and commands to try next. A model with a chat template can be talked to.
+// printNextSteps prints the saved files and commands to try next. chats reports whether the model has a chat template.
 func (o *finetuneOptions) printNextSteps(w io.Writer, chats bool) {
 	try := "kasmina generate -m " + quoted(o.dir().out) + " -p TEXT"
 	if chats {

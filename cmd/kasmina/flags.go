@@ -158,10 +158,10 @@ func noArguments(c *cobra.Command, args []string) error {
 	hint := ""
 	switch f := c.Flags().Lookup("model"); {
 	case f == nil:
-	case !f.Changed:
-		hint = ": a model is given as --model " + args[0]
-	case f.Value.String() == "odel": // -model is -m with the value odel
+	case f.Changed && f.Value.String() == "odel": // -model is -m with the value odel
 		hint = ": long options start with two dashes, as in --model"
+	case len(given(c, "model", "preset", "layers")) == 0:
+		hint = ": a model is given as --model " + quoted(args[0])
 	}
 	return flagError(c, fmt.Errorf("unexpected argument %.40q%s", args[0], hint))
 }

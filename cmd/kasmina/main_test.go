@@ -372,6 +372,7 @@ func TestErrors(t *testing.T) {
 		"eval --data x":                              `required flag(s) "model" not set`,
 		"eval -model x --data y":                     `unexpected argument "x": long options start with two dashes`,
 		"generate x -p y":                            `unexpected argument "x": a model is given as --model x; see "kasmina generate --help"`,
+		"train --preset small x --out y":             `unexpected argument "x"; see "kasmina train --help"`,
 		"train --data x --out y":                     "there is no model to train: give --preset or --layers for a new one",
 		"train -m x --preset small --data x --out y": "--preset has no effect with --model",
 		"eval --model " + tiny + " --data " +

@@ -55,8 +55,8 @@ func openFolder(path string) (*hf.Folder, error) {
 		return nil, missingModel(path, err)
 	}
 	if err == nil && info.IsDir() && isUnfinished(path) {
-		return nil, fmt.Errorf("the run in %s has not finished, so it has no model yet: give the command that started "+
-			"it again", path)
+		return nil, fmt.Errorf("the run in %s has not finished, so it has no model yet: to finish it, repeat the command "+
+			"that started it", path)
 	}
 	if err != nil || !info.Mode().IsRegular() {
 		return hf.Open(path)

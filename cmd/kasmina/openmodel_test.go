@@ -196,8 +196,8 @@ func TestUnfinishedRun(t *testing.T) {
 	require.NoError(t, os.MkdirAll(d.in(""), 0o777))
 	require.NoError(t, os.WriteFile(d.in(manifestName), []byte("{}"), 0o666))
 	_, err := kasmina(t, "generate", "--model", d.out, "--prompt", "x")
-	require.EqualError(t, err, "the run in "+d.out+" has not finished, so it has no model yet: give the command that "+
-		"started it again")
+	require.EqualError(t, err, "the run in "+d.out+" has not finished, so it has no model yet: to finish it, repeat "+
+		"the command that started it")
 
 	require.NoError(t, os.WriteFile(filepath.Join(d.out, "config.json"), []byte("{}"), 0o666))
 	_, err = kasmina(t, "generate", "--model", d.out, "--prompt", "x")

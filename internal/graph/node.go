@@ -68,8 +68,8 @@ func OpName(n *gorgonia.Node) string {
 	return fmt.Sprint(n.Op())
 }
 
-// Describe describes a node for error messages. It omits the settings of ops, because a lattice has another number in
-// each process, and the messages of equal runs must be equal.
+// Describe describes a node for error messages. It omits the settings of ops, because the number of a lattice
+// depends on the process, and the messages of equal runs must be equal.
 func Describe(n *gorgonia.Node) string {
 	if n.Op() == nil {
 		return fmt.Sprintf("input %s %v", n.Name(), n.Shape())

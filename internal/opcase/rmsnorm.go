@@ -36,8 +36,8 @@ var rmsNorm = &Op{
 	},
 }
 
-// rmsNormCase returns a case in which each row consists of the given number of heads of d features. If there are options, they must
-// include op.WeightPlusOne.
+// rmsNormCase returns a case in which each row consists of the given number of heads of d features. If there
+// are options, they must include op.WeightPlusOne.
 func rmsNormCase(config string, r *rand.Rand, rows, d, heads int, eps float64,
 	opts ...op.RMSNormOption) Case {
 	offset := 0.0

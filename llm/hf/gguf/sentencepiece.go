@@ -159,7 +159,7 @@ func (t *file) scores(v *vocabulary) ([]float32, error) {
 	if err != nil {
 		return nil, err
 	}
-	normals := map[string]int{} // ids
+	normals := map[string]int{} // ids of the normal tokens
 	for id, token := range v.tokens {
 		if v.types[id] == normal {
 			normals[token] = id
@@ -180,7 +180,9 @@ func (t *file) scores(v *vocabulary) ([]float32, error) {
 		if !ok { // a special token is found in the text before anything is joined
 			continue
 		}
-		if listed[pair] = true; token == last {
+
+		listed[pair] = true
+		if token == last {
 			continue
 		}
 		if joined[token] {
@@ -251,23 +253,34 @@ func (t *file) spaces() (rule spaceRule, err error) {
 		prefix := pre.Scheme != "never"
 		return spaceRule{prefix: prefix, onlyFirst: pre.Scheme == "first", onlyOne: prefix}, nil
 	}
-	return rule, fmt.Errorf("tokenizer.json: llama.cpp has no equivalent of the normalizer and the pre_tokenizer %.300s of "+
-		"this encoding of SentencePiece", t.PreTokenizer)
+	return rule, fmt.Errorf("tokenizer.json: llama.cpp has no equivalent of the normalizer %.40q together with the "+
+		"pre_tokenizer %.40q, or of their settings, for encodings of SentencePiece", t.Normalizer.Type, pre.Type)
 }
 
-// spaceDifferences describes for users how llama.cpp treats spaces differently.
+// spaceDifferences describes, for users, texts in which llama.cpp finds other tokens because it treats spaces differently.
 func (t *file) spaceDifferences() (all []string) {
 	rule, err := t.spaces()
 	if err != nil {
 		return nil
 	}
 	if rule.onlyOne {
-		all = append(all, "llama.cpp puts a space before every text, and the tokenizer only before texts that do not begin "+
-			"with one: such texts get other tokens there")
+		all = append(all, "llama.cpp puts a space before every text, and the tokenizer does not if the text begins with "+
+			"one: such texts get other tokens there")
 	}
 	if rule.onlyFirst {
 		all = append(all, "llama.cpp puts a space before the text after each special token, and the tokenizer does not: "+
 			"messages of a chat begin with other tokens there")
+	}
+
+	// A normalizer that puts a space before a text also puts one before the texts of normalized tokens.
+	if t.Normalizer.Type != "" && rule.prefix {
+		for _, a := range t.AddedTokens {
+			if a.Normalized == nil || *a.Normalized {
+				all = append(all, fmt.Sprintf("the tokenizer finds added tokens such as %.60q only at the beginning of a text "+
+					"or after a space, and llama.cpp finds them everywhere", a.Content))
+				break
+			}
+		}
 	}
 	return all
 }

@@ -113,6 +113,9 @@ func TestSpacesOfSentencePiece(t *testing.T) {
 		differences int
 	}{
 		{`{}`, true, true, 0},
+		{`{"added_tokens": [{"id": 1, "content": "<s>", "normalized": true}]}`, true, true, 1},
+		{`{"added_tokens": [{"id": 1, "content": "<s>"}, {"id": 2, "content": "</s>"}]}`, true, true, 1},
+		{`{"added_tokens": [{"id": 1, "content": "<s>"}], "normalizer": ` + replace + `}`, true, false, 0},
 		{`{"normalizer": ` + replace + `}`, true, false, 0},
 		{metaspace(`, "split": false`), true, true, 1},
 		{metaspace(`, "split": false, "prepend_scheme": "always"`), true, true, 1},

@@ -35,6 +35,8 @@ type file struct {
 		Single  bool   `json:"single_word"`
 		LStrip  bool   `json:"lstrip"`
 		RStrip  bool   `json:"rstrip"`
+		// Normalized reports whether the token is searched for in the normalized text. nil means true.
+		Normalized *bool `json:"normalized"`
 	} `json:"added_tokens"`
 	Model struct {
 		Unknown      string            `json:"unk_token"`

@@ -222,7 +222,6 @@ func TestRegrets(t *testing.T) {
 	add(5, "blocks=2,lr=0.1", 4, 5)                   // worse
 	add(5, "blocks=1,lr=0.1", 0, 0, 1)                // no common random seed
 	add(5, "blocks=2-4,share=patient,lr=0.1", 0, 3.5) // the other controller
-	add(5, "blocks=2-4,share=patient,lr=0.1", 0, 3.5) // the other controller
 	add(10, "blocks=2-4,share=forecast,lr=0.1", 3)    // better than all others
 	add(10, "blocks=4,lr=0.1", 3.5, 1)                // with the common random seed
 	add(20, "blocks=2-4,share=forecast,lr=0.1", 0, 3) // nothing to compare with

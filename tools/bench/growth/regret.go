@@ -14,13 +14,13 @@ type regret struct {
 }
 
 // regrets returns the regrets on each budget that has a run of control.Forecast and a run of another arm with the same
-// random seed. [control.Forecast.Patient] makes two controllers, each with its own regret.
+// random seed. A patient [control.Forecast] counts as another controller, with a regret of its own.
 //
 // The best other arm is chosen by [bestArm] among the runs with the controller's random seeds. Arms with fewer of these
 // seeds cannot be compared with it by their means. If such an arm ended lower than the best arm with the seeds that both
 // have, its regret is listed as well.
 //
-// If several arms use the same controller, for example with different learning rates, bestArm chooses one of them, too.
+// If several arms use the same controller, for example with different learning rates, bestArm chooses among them as well.
 func regrets(rows []row) (all []regret) {
 	for _, g := range grouped(rows) {
 		spread := 0.0

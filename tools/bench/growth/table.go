@@ -95,9 +95,11 @@ func grouped(all []row) (groups [][]row) {
 	return groups
 }
 
-// bestArm returns the position of the row with the lowest mean loss among the rows that are wanted, or -1 if none of these
-// has a run. It compares means over the same random seeds, which it returns as well: the largest set that a wanted row has,
-// or the largest part of the given seeds unless these are nil. Rows without one of these seeds are ignored.
+// bestArm returns the index of the wanted row with the lowest mean loss, or -1 if no wanted row has a run. It also returns
+// the random seeds of the runs over which it takes the means.
+//
+// So that means can be compared, all of them are over the same seeds: the largest set of seeds for which some wanted row has
+// runs. If given is not nil, only these seeds count. Rows that lack one of the chosen seeds are ignored.
 func bestArm(rows []row, given []uint64, wanted func(row) bool) (best int, seeds []uint64) {
 	best = -1
 	for _, r := range rows {
