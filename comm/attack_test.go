@@ -23,7 +23,8 @@ import (
 	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
-// late delays the last rank, so that an attack hits rank 0 while it is waiting.
+// late delays the last rank, so that an attack hits rank 0 while it is waiting. These tests are not parallel, because
+// other tests would slow down their attacks.
 const late = 500 * time.Millisecond
 
 // survives attacks a run of two ranks while rank 0 waits for rank 1, and checks that both ranks then
@@ -71,7 +72,6 @@ func reach(t *testing.T, p Place) net.Conn {
 // TestStrangerTakesNoRank tries to join with full knowledge of the run except for its secret. The
 // attempt must fail without revealing anything about the run, and must not affect it.
 func TestStrangerTakesNoRank(t *testing.T) {
-	t.Parallel()
 	p := places(t, 2)
 	p[0].Run = "slurm 918273.4"
 	p[1].Run = p[0].Run
@@ -98,7 +98,6 @@ func TestStrangerTakesNoRank(t *testing.T) {
 
 // TestStrangerCannotFailTheRun sends garbage and forged messages to rank 0 while it waits for ranks.
 func TestStrangerCannotFailTheRun(t *testing.T) {
-	t.Parallel()
 	p := places(t, 2)
 	frame := func(m message) []byte {
 		head, err := json.Marshal(m)
