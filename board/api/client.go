@@ -112,6 +112,9 @@ func (c *Client) order(ctx context.Context, run, path string, body any) error {
 	runs := "runs/" + url.PathEscape(run) + "/"
 	var o Order
 	if err := c.call(ctx, "POST", runs+path, body, &o); err != nil {
+		if ctx.Err() != nil { // the run may have received the order, and only the answer is missing
+			return fmt.Errorf("%w: the order may yet take effect", err)
+		}
 		return err
 	}
 
@@ -123,7 +126,7 @@ func (c *Client) order(ctx context.Context, run, path string, body any) error {
 		case <-time.After(pollEvery):
 		}
 		if err := c.call(ctx, "GET", fmt.Sprint(runs, "orders/", o.ID), nil, &o); err != nil {
-			return err
+			return fmt.Errorf("%w: order %d was pending, and may yet take effect", err, o.ID)
 		}
 	}
 

@@ -1,6 +1,7 @@
 package api_test
 
 import (
+	"context"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -54,5 +55,33 @@ func TestPrintedURL(t *testing.T) {
 		_, err := (&api.Client{URL: url}).Runs(t.Context())
 		require.Error(t, err, url)
 		require.Contains(t, err.Error(), "board/api: GET runs: ")
+	}
+}
+
+// TestUnansweredOrder checks that a client that gives up before the board has answered explains what
+// may still happen, both when it sends the order and when it asks about it.
+func TestUnansweredOrder(t *testing.T) {
+	for _, unanswered := range []string{http.MethodPost, http.MethodGet} {
+		received := make(chan struct{})
+		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			io.Copy(io.Discard, r.Body) // so that the server notices when the client is gone
+			if r.Method == unanswered {
+				close(received)
+				<-r.Context().Done()
+				return
+			}
+			w.WriteHeader(http.StatusAccepted)
+			io.WriteString(w, `{"id":1,"state":"pending"}`)
+		}))
+		defer server.Close()
+
+		ctx, stop := context.WithCancel(t.Context())
+		go func() {
+			<-received
+			stop()
+		}()
+		err := (&api.Client{URL: server.URL}).Save(ctx, "0")
+		require.ErrorIs(t, err, context.Canceled, unanswered)
+		require.ErrorContains(t, err, "may yet take effect", unanswered)
 	}
 }
