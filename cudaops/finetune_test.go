@@ -1,9 +1,14 @@
 package cudaops_test
 
 import (
+	"bytes"
 	"context"
+	"encoding/binary"
+	"errors"
 	"math"
 	"math/rand/v2"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -16,11 +21,14 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/internal/randtest"
+	"github.com/kasmina-go/kasmina/internal/runtest"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/chatdata"
 	"github.com/kasmina-go/kasmina/llm/data"
 	engine "github.com/kasmina-go/kasmina/llm/gpu"
+	"github.com/kasmina-go/kasmina/llm/sampler"
+	"github.com/kasmina-go/kasmina/llm/tokenizer"
 	"github.com/kasmina-go/kasmina/optim"
 )
 
@@ -71,16 +79,7 @@ func tuneMasked(t *testing.T, batch, accumulate int, s tuning, newEngine func(*l
 		Traits: s.traits}.Default()
 	m := s.model(t, c)
 
-	var sequences []chatdata.Sequence
-	for i := range 20 {
-		s := chatdata.Sequence{Line: i + 1}
-		for j := range 4 + i%7 {
-			s.IDs, s.Learn = append(s.IDs, (7*i+3*j)%64), append(s.Learn, j > i%3)
-		}
-		sequences = append(sequences, s)
-	}
-
-	l, err := chatdata.NewLoader(sequences, data.LoaderConfig{Batch: batch, Seq: c.Seq, Seed: 3})
+	l, err := chatdata.NewLoader(shortSequences(), data.LoaderConfig{Batch: batch, Seq: c.Seq, Seed: 3})
 	require.NoError(t, err)
 	o, err := optim.NewAdamW(optim.WithLR(0.01))
 	require.NoError(t, err)
@@ -98,6 +97,18 @@ func tuneMasked(t *testing.T, batch, accumulate int, s tuning, newEngine func(*l
 	})
 	require.NoError(t, tr.Run(t.Context()))
 	return losses
+}
+
+// shortSequences returns sequences with different numbers of learned tokens.
+func shortSequences() (all []chatdata.Sequence) {
+	for i := range 20 {
+		s := chatdata.Sequence{Line: i + 1}
+		for j := range 4 + i%7 {
+			s.IDs, s.Learn = append(s.IDs, (7*i+3*j)%64), append(s.Learn, j > i%3)
+		}
+		all = append(all, s)
+	}
+	return all
 }
 
 // TestMaskedStepsOnFake checks that a device has the losses of the CPU on batches with different
@@ -177,6 +188,101 @@ func TestTuningOnFake(t *testing.T) {
 			require.Less(t, want[5], want[0])
 		})
 	}
+}
+
+// TestTuningRanksOnFake checks that several ranks tune adapters as a single rank does, bit for bit, and that they can
+// evaluate, generate text and save checkpoints meanwhile. Evaluations and generation read each adapter by itself, and
+// training in float32 stacks adapters in copies, so that ranks divide the adapters themselves. The checkpoint of a
+// process without a team differs only in the name of its engine.
+func TestTuningRanksOnFake(t *testing.T) {
+	c := llm.Config{Vocab: 256, Dim: 16, Layers: 2, Heads: 2, KVHeads: 1, Seq: 12, Documents: true, Untied: true}.Default()
+	all, err := c.MatchLayers(llm.AllLinear)
+	require.NoError(t, err)
+	whole, err := c.MatchLayers(llm.AllLinear, "embed_tokens", "lm_head")
+	require.NoError(t, err)
+	lora := llm.LoRA{Rank: 4, Alpha: 8, Targets: all}
+	for name, s := range randtest.Sample(t, 2, map[string]tuning{
+		"LoRA":                   {adapter: lora},
+		"DoRA, dropout":          {adapter: llm.LoRA{Rank: 4, Alpha: 8, Magnitude: true, Dropout: 0.2, Targets: all}},
+		"embedding and output":   {adapter: llm.LoRA{Rank: 4, Alpha: 8, Targets: whole}},
+		"biases, norms of heads": {adapter: lora, traits: llm.Traits{QKVBias: true, QKNorm: true}},
+		"NF4, recomputed":        {adapter: lora, base: cpuops.NF4, recompute: true},
+		"float8":                 {adapter: lora, base: cpuops.Float8, mlps: 1},
+		"seeds":                  {tuned: llm.SeedPatterns(), seeds: blueprints.LowRank},
+		"all weights":            {traits: llm.Traits{QKVBias: true}},
+	}, "LoRA") {
+		t.Run(name, func(t *testing.T) {
+			tune := func(ranks int) (metadata map[string]string, tensors []byte) {
+				path := filepath.Join(t.TempDir(), "run.safetensors")
+				models := make([]*llm.Model, max(1, ranks))
+				for i := range models {
+					models[i] = s.model(t, c)
+				}
+
+				if ranks == 0 {
+					build := engine.Engine(cudaops.OpenFake(t), cudaops.Float32)
+					require.NoError(t, s.tuneAndWatch(t.Context(), models[0], build, path))
+				} else {
+					require.NoError(t, errors.Join(fakeRanks(t, ranks, nil, func(rank int, build runtest.Build) error {
+						return s.tuneAndWatch(t.Context(), models[rank], build, path)
+					})...))
+				}
+				return readCheckpoint(t, path)
+			}
+
+			metadata, tensors := tune(1)
+			metadata2, tensors2 := tune(2)
+			require.Equal(t, metadata, metadata2)
+			require.True(t, bytes.Equal(tensors, tensors2), "two ranks")
+
+			alone, tensorsAlone := tune(0)
+			const key = "kasmina.training"
+			require.Contains(t, metadata[key], `"engine":"cuda f32, ranks"`)
+			metadata[key] = strings.Replace(metadata[key], `"cuda f32, ranks"`, `"cuda f32"`, 1)
+			require.Equal(t, metadata, alone)
+			require.True(t, bytes.Equal(tensors, tensorsAlone), "no team")
+		})
+	}
+}
+
+// readCheckpoint returns the metadata of a checkpoint and the bytes of its tensors.
+func readCheckpoint(t *testing.T, path string) (metadata map[string]string, tensors []byte) {
+	t.Helper()
+	f, err := safetensors.Open(path)
+	require.NoError(t, err)
+	metadata = f.Metadata()
+	require.NoError(t, f.Close())
+
+	whole, err := os.ReadFile(path)
+	require.NoError(t, err)
+	return metadata, whole[8+binary.LittleEndian.Uint64(whole):]
+}
+
+// tuneAndWatch makes six steps with checkpoints at path, evaluations, and generated text.
+func (s tuning) tuneAndWatch(ctx context.Context, m *llm.Model, build runtest.Build, path string) (err error) {
+	l, err := chatdata.NewLoader(shortSequences(), data.LoaderConfig{Batch: 1, Seq: m.Config.Seq, Seed: 3})
+	if err != nil {
+		return err
+	}
+	o, err := optim.NewAdamW(optim.WithLR(0.01))
+	if err != nil {
+		return err
+	}
+	tr, err := llm.NewTrainer(m, l, o, llm.TrainConfig{Steps: 6, Batch: 1, Accumulate: 3, Clip: 1, Engine: build,
+		Schedule: optim.Constant(0.01), Tuned: s.tuned, Recompute: s.recompute, RecomputeMLPs: s.mlps})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, tr.Close()) }()
+
+	held, err := data.NewEvaluation(bytes.Repeat([]byte("!&),.3"), 20), tokenizer.Bytes{}, 1, m.Config.Seq)
+	if err != nil {
+		return err
+	}
+	tr.On(llm.Evaluate(tr, held, 2))
+	tr.On(llm.SampleText(tr, tokenizer.Bytes{}, "!", 3, sampler.Config{}, "", 2))
+	tr.On(llm.Checkpoint(tr, path, 3))
+	return tr.Run(ctx)
 }
 
 // TestPackedFloat8OnFake compares losses with products in float8 that read packed weights directly with those whose

@@ -28,9 +28,12 @@ func (c *compiler) cast(n *gorgonia.Node, b, a *program.Array) *program.Call {
 }
 
 // as returns a converted to type t. The result is a itself if it has that type already, and a shared copy
-// otherwise.
+// otherwise. A parameter that ranks have divided is always read from a copy.
 func (c *compiler) as(n *gorgonia.Node, a *program.Array, t gpu.DType) *program.Array {
 	if a.Type == t && a.Packed == nil {
+		if in := c.inputOf[a.Buffer]; in != nil && in.Part != nil {
+			return c.borrowedCopies(t, []*program.Array{a})[0]
+		}
 		return a
 	}
 	return c.converted(n, t, a.Shape, a)
