@@ -264,6 +264,10 @@ func TestLineEditor(t *testing.T) {
 		{up + "!\r", "hello!", nil},
 		{up + up + left1 + "0\r", "hell0o", nil},
 		{"half\x03", "", errNoLine},
+		{"\r", "", nil},
+		{up + "\r", "hell0o", nil}, // Ctrl-C and an empty line leave no trace
+		{up + up + "\r", "hello!", nil},
+		{"caf\xe9 \xff\xfe \uFFFD 世\r", "caf? ?? ? 世", nil},
 		{"\x1b[200~one\ntwo\nthree\x1b[201~ four\r", "one\ntwo\nthree four", nil},
 		{"\x04", "", io.EOF},
 	} {
@@ -276,5 +280,15 @@ func TestLineEditor(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, k.line, line, "%q", k.keys)
 	}
-	require.Equal(t, 6, left)
+	require.Equal(t, 10, left)
+
+	// A character can arrive in two parts.
+	e = newLineEditor(in, io.Discard)
+	go func() {
+		io.WriteString(keys, "a\xe4")
+		io.WriteString(keys, "\xb8\x96\r")
+	}()
+	line, err := e.next()
+	require.NoError(t, err)
+	require.Equal(t, "a世", line)
 }

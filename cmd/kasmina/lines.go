@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"strings"
+	"unicode/utf8"
 
 	"golang.org/x/term"
 )
@@ -78,6 +79,7 @@ func newLineEditor(in io.Reader, out io.Writer) *lineEditor {
 		io.Reader
 		io.Writer
 	}{keys, out}, "> ")
+	t.History = &history{}
 	return &lineEditor{terminal: t, keys: keys, enter: func() (func() error, error) {
 		return func() error { return nil }, nil
 	}}
@@ -104,26 +106,66 @@ func (e *lineEditor) next() (string, error) {
 	}
 }
 
+// A history recalls earlier lines, without empty lines and without repetitions of the line before.
+type history struct{ lines []string }
+
+// maxHistory is the largest number of lines in a history.
+const maxHistory = 1000
+
+// Add implements term.History.
+func (h *history) Add(line string) {
+	if strings.TrimSpace(line) == "" || len(h.lines) > 0 && line == h.lines[len(h.lines)-1] {
+		return
+	}
+	h.lines = append(h.lines, line)
+	h.lines = h.lines[max(0, len(h.lines)-maxHistory):]
+}
+
+// Len implements term.History.
+func (h *history) Len() int { return len(h.lines) }
+
+// At implements term.History. The newest line has the index 0.
+func (h *history) At(i int) string { return h.lines[len(h.lines)-1-i] }
+
 // A keyReader turns Ctrl-C into keys that empty the line and end it. For package term, it would be the end of the
 // input.
+//
+// It also replaces what is not UTF-8 by question marks, because package term would wait for more bytes.
 type keyReader struct {
 	in          io.Reader
+	partial     []byte // start of a character
 	rest        []byte // keys that have not been read
 	interrupted bool
 }
 
 func (k *keyReader) Read(b []byte) (int, error) {
-	if len(k.rest) == 0 {
+	for len(k.rest) == 0 {
 		keys := make([]byte, len(b))
 		n, err := k.in.Read(keys)
 		if err != nil {
 			return 0, err
 		}
-		const ctrlC, toEnd, deleteToStart = "\x03", "\x05", "\x15"
-		k.interrupted = k.interrupted || bytes.Contains(keys[:n], []byte(ctrlC))
-		k.rest = bytes.ReplaceAll(keys[:n], []byte(ctrlC), []byte(toEnd+deleteToStart+"\r"))
+		k.add(keys[:n])
 	}
 	n := copy(b, k.rest)
 	k.rest = k.rest[n:]
 	return n, nil
+}
+
+// add adds bytes from the terminal.
+func (k *keyReader) add(keys []byte) {
+	keys = append(k.partial, keys...)
+	var valid []byte
+	for len(keys) > 0 && utf8.FullRune(keys) {
+		r, n := utf8.DecodeRune(keys)
+		if r == utf8.RuneError {
+			r = '?'
+		}
+		valid, keys = utf8.AppendRune(valid, r), keys[n:]
+	}
+	k.partial = bytes.Clone(keys)
+
+	const ctrlC, toEnd, deleteToStart = "\x03", "\x05", "\x15"
+	k.interrupted = k.interrupted || bytes.Contains(valid, []byte(ctrlC))
+	k.rest = append(k.rest, bytes.ReplaceAll(valid, []byte(ctrlC), []byte(toEnd+deleteToStart+"\r"))...)
 }
