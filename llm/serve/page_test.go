@@ -1,15 +1,19 @@
 package serve
 
 import (
+	"context"
 	"flag"
 	"fmt"
 	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/chromedp/cdproto/cdp"
+	"github.com/chromedp/cdproto/emulation"
 	"github.com/chromedp/chromedp"
 	"github.com/stretchr/testify/require"
 
@@ -46,6 +50,18 @@ func (w *window) picture(name string) {
 	require.NoError(w, os.WriteFile(filepath.Join(*screenshots, name+".png"), picture, 0o666))
 }
 
+// view sets the width of the window and selects light or dark mode.
+func (w *window) view(width int, scheme string) {
+	w.Helper()
+	w.Do(chromedp.EmulateViewport(int64(width), 700),
+		chromedp.Func(func(ctx context.Context, t *chromedp.Target) error {
+			_, err := cdp.Call(ctx, t, emulation.SetEmulatedMedia, emulation.SetEmulatedMediaParams{
+				Features: []*emulation.MediaFeature{{Name: "prefers-color-scheme", Value: scheme}}})
+			return err
+		}))
+	w.sees(fmt.Sprintf(`innerWidth === %d && matchMedia("(prefers-color-scheme: %s)").matches`, width, scheme))
+}
+
 // says sends a message.
 func (w *window) says(text string) {
 	w.Helper()
@@ -62,6 +78,7 @@ func answered(text string) string {
 func TestPage(t *testing.T) {
 	const reply = "<img src=x onerror=alert(1)> Grüße"
 	var prompt string
+	var silent atomic.Bool
 	f := &fake{script: func(p []int) []int {
 		text, _ := tok.Decode(p)
 		prompt = string(text)
@@ -69,7 +86,12 @@ func TestPage(t *testing.T) {
 			return bytewise("x\n")[:2] // fills the window
 		}
 		return bytewise(reply)
-	}, wait: slow(10 * time.Millisecond)}
+	}, wait: func(ctx context.Context) error {
+		if silent.Load() {
+			<-ctx.Done()
+		}
+		return slow(10 * time.Millisecond)(ctx)
+	}}
 	m := newModel(t, f, chatTemplate)
 	m.Context = 100_000
 	c := serveModel(t, m, Options{Keys: []string{"secret"}})
@@ -102,7 +124,21 @@ func TestPage(t *testing.T) {
 	w.Accessible("a conversation")
 	w.picture("conversation")
 
+	// An answer that is stopped before it begins leaves only the message to send again.
+	silent.Store(true)
+	w.says("patience")
+	await(t, "the answer is awaited", func() bool { return f.active.Load() == 1 })
+	eval[bool](w, `document.querySelector("#stop").click(), true`)
+	w.sees(`document.querySelector("#input").value === "patience" && !document.body.innerText.includes("patience")`)
+	w.sees(`document.querySelectorAll(".message").length === 6`)
+	eval[bool](w, `document.querySelector("#input").value = "", true`)
+	silent.Store(false)
+
+	// A new conversation does not contain the answer that it stops.
+	w.says("forever")
+	w.sees(`document.querySelectorAll(".assistant")[3]?.textContent.length > 100`)
 	w.Do(chromedp.Click(chromedp.CSS("#new")))
+	w.sees(`!document.querySelector("#send").hidden`)
 	w.says("again")
 	w.sees(`document.querySelectorAll(".assistant").length === 1 && ` + answered(reply))
 	require.Equal(t, "user: again\nassistant: ", prompt)
@@ -132,4 +168,54 @@ func TestPageWithModels(t *testing.T) {
 	w.picture("models")
 	w.Accessible("a choice of models")
 	require.Empty(t, w.Complaints())
+}
+
+// TestPageViews checks that a long conversation, an error and the settings fit into wide and narrow windows, in light and in
+// dark mode.
+func TestPageViews(t *testing.T) {
+	long := strings.Repeat("Lopadotemachoselachogaleokranioleipsanodrimhypotrimmatosilphiokarabo", 3)
+	code := "Two lines of code:\n\n\tfor i := range 10 {\n\t\tfmt.Println(i, \"" + strings.Repeat("x ", 60) + "\")\n\t}\n"
+	f := &fake{script: func(p []int) []int {
+		text, _ := tok.Decode(p)
+		switch {
+		case strings.HasSuffix(string(text), "code\nassistant: "):
+			return bytewise(code)
+		case strings.HasSuffix(string(text), "think\nassistant: "):
+			return bytewise("<think>The user wants me to think for a while.</think>I have thought.")
+		}
+		return bytewise(long)
+	}}
+	first, second := newModel(t, f, thinkTemplate), newModel(t, f, thinkTemplate)
+	first.Name, second.Name = "Llama-3.2-1B-Instruct-fine-tuned-on-the-chats-of-our-customers", "support"
+	first.Context = 2000
+	s, err := New(Options{}, first, second)
+	require.NoError(t, err)
+	h := httptest.NewServer(s)
+	defer h.Close()
+
+	w := &window{browsertest.Open(t, 1000, 700)}
+	w.Do(chromedp.Navigate(h.URL))
+	w.sees(`document.querySelectorAll("#models option").length === 2`)
+	for _, k := range []struct{ message, reply string }{{"code", code}, {"think", "I have thought."}, {long, long}} {
+		w.says(k.message)
+		w.sees(answered(k.reply))
+	}
+	eval[bool](w, `document.querySelector("#input").value = "too long ".repeat(1000); true`)
+	w.Do(chromedp.Click(chromedp.CSS("#send")))
+	w.sees(`document.querySelector("#error").textContent.includes("shorten the prompt")`)
+
+	for _, scheme := range []string{"light", "dark"} {
+		for _, width := range []int{1000, 360} {
+			for _, settings := range []bool{false, true} {
+				w.view(width, scheme)
+				eval[bool](w, fmt.Sprintf(`document.querySelector("details").open = %v; true`, settings))
+				name := fmt.Sprintf("%s-%d-%v", scheme, width, settings)
+				w.picture(name)
+				w.Accessible(name)
+				require.LessOrEqual(t, eval[int](w, "document.documentElement.scrollWidth"), width, name)
+				require.LessOrEqual(t, eval[int](w, "document.querySelector('#messages').scrollWidth"), width, name)
+				require.Greater(t, eval[int](w, "document.querySelector('#messages').clientHeight"), 100, name)
+			}
+		}
+	}
 }

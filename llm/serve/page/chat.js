@@ -37,6 +37,7 @@ async function connect() {
     models = (await response.json()).data;
     $("models").replaceChildren(...models.map(m => new Option(m.id)));
     $("models").hidden = models.length === 1;
+    $("model").classList.toggle("chosen", models.length > 1); // the list shows the name, too
     choose(models[0]);
   } catch (e) {
     fail("The server cannot be reached: " + e.message);
@@ -97,10 +98,10 @@ async function answer(text) {
   $("send").hidden = true;
   $("stop").hidden = false;
   fail("");
-  show("user", text);
-  conversation.push({role: "user", content: text});
+  const message = show("user", text), messages = conversation;
+  messages.push({role: "user", content: text});
   const bubble = show("assistant", "");
-  let all = "", reasoning = null;
+  let all = "", reasoning = null, ending = "";
   try {
     const [path, body] = request(text);
     const response = await fetch(path, {method: "POST", headers: headers(), body: JSON.stringify(body), signal: answering.signal});
@@ -119,18 +120,21 @@ async function answer(text) {
         if (more) bubble.textContent = all += more;
         if (follow) bubble.scrollIntoView({block: "end"});
       }
-      if (choice.finish_reason === "length") note("The answer ends here because it has reached its limit or filled the model's context.");
+      ending = choice.finish_reason || ending;
+      if (ending === "length") note("The answer ends here because it has reached its limit or filled the model's context.");
     }
   } catch (e) {
     if (e.name !== "AbortError") fail(e.message);
   }
-  if (all) {
-    conversation.push({role: "assistant", content: all});
+  if (all || ending) {
+    messages.push({role: "assistant", content: all});
+    if (!all && ending === "stop" && messages === conversation) note("The model ended its answer at once.");
   } else { // nothing has been said, so the message can be sent again
+    message.remove();
     bubble.remove();
     reasoning?.remove();
-    conversation.pop();
-    if (!$("error").hidden && !$("input").value) $("input").value = text;
+    messages.pop();
+    if (!$("input").value && messages === conversation) $("input").value = text;
   }
   answering = null;
   $("send").hidden = false;
