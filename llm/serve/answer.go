@@ -229,6 +229,7 @@ func (s *Server) answer(ctx context.Context, j *job, i int, emit func(piece) err
 		return err
 	}
 	end.cached = int(cached.Load())
+	s.metrics.cached.Add(cached.Load())
 	return out.finish(end)
 }
 

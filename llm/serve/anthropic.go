@@ -12,7 +12,6 @@ import (
 
 // unsupportedByMessages are the parameters of Anthropic's API that would change the answer.
 var unsupportedByMessages = map[string]string{
-	"thinking":    `{"type":"disabled"}`,
 	"mcp_servers": "[]",
 	"container":   "",
 }
@@ -84,13 +83,17 @@ func (f *messagesFormat) begin(kind string, block map[string]any) (events []even
 }
 
 // end ends the current content block.
-func (f *messagesFormat) end() []event {
+func (f *messagesFormat) end() (events []event) {
 	if f.open == "" {
 		return nil
 	}
+	if f.open == "thinking" { // clients expect a signature, even if it is empty
+		events = append(events, f.delta("signature_delta", "signature", ""))
+	}
+	events = append(events, named("content_block_stop", map[string]any{"index": f.block}))
 	f.open = ""
 	f.block++
-	return []event{named("content_block_stop", map[string]any{"index": f.block - 1})}
+	return events
 }
 
 func (f *messagesFormat) delta(kind, member, text string) event {
@@ -223,6 +226,7 @@ func (s *Server) messagesJob(p *params) (*job, *conversation, error) {
 	j := &job{model: m, stream: p.bool("stream", false), stop: p.stops("stop_sequences"), end: m.End}
 	con := &conversation{model: m}
 	con.readMessageTools(p, j)
+	con.readThinking(p)
 	if p.err != nil {
 		return nil, nil, p.err
 	}
@@ -290,6 +294,25 @@ func (c *conversation) readMessageTools(p *params, j *job) {
 	}
 }
 
+// readThinking reads whether the model should reason before it answers, and passes the choice to the chat template under
+// the name that most templates use.
+func (c *conversation) readThinking(p *params) {
+	if !p.has("thinking") {
+		return
+	}
+
+	var thinking struct{ Type string }
+	p.decode("thinking", "an object with a type", &thinking)
+	switch {
+	case thinking.Type != "enabled" && thinking.Type != "adaptive" && thinking.Type != "disabled":
+		p.fail("thinking", `its type is %.40q, want "enabled", "adaptive" or "disabled"`, thinking.Type)
+	case reasons(c.model.Template):
+		c.variables = map[string]any{"enable_thinking": thinking.Type != "disabled"}
+	case thinking.Type == "enabled":
+		p.fail("thinking", "the chat template of the model %s has no reasoning: leave it out", c.model.Name)
+	}
+}
+
 // readMessages converts the system text and the messages to messages of OpenAI's API. If the last
 // message is the assistant's, the answer continues it.
 func (c *conversation) readMessages(p *params) error {
@@ -316,8 +339,8 @@ func (c *conversation) readMessages(p *params) error {
 
 	for i, m := range list {
 		where := fmt.Sprintf("messages.%d", i)
-		if m.Role != "user" && m.Role != "assistant" {
-			return invalid(where+".role", "it is %.40q, want \"user\" or \"assistant\"", m.Role)
+		if m.Role != "user" && m.Role != "assistant" && m.Role != "system" {
+			return invalid(where+".role", `it is %.40q, want "user", "assistant" or "system"`, m.Role)
 		}
 		more, err := blocks(m.Role, m.Content, where+".content")
 		if err != nil {

@@ -13,7 +13,7 @@ import (
 
 // metrics counts requests and tokens.
 type metrics struct {
-	prompts, drawn atomic.Int64 // tokens
+	prompts, cached, drawn atomic.Int64 // tokens
 
 	mu       sync.Mutex
 	requests map[served]int64
@@ -92,6 +92,8 @@ func (s *Server) serveMetrics(w http.ResponseWriter, _ *http.Request) {
 	single("kasmina_requests_running", "gauge", "Requests that are being answered.", running)
 	single("kasmina_requests_waiting", "gauge", "Requests that wait for a slot.", waiting)
 	single("kasmina_prompt_tokens_total", "counter", "Tokens of prompts.", s.metrics.prompts.Load())
+	single("kasmina_cached_tokens_total", "counter", "Tokens of prompts that an earlier request had computed.",
+		s.metrics.cached.Load())
 	single("kasmina_generated_tokens_total", "counter", "Tokens of answers.", s.metrics.drawn.Load())
 
 	s.metrics.mu.Lock()

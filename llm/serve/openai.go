@@ -13,7 +13,6 @@ import (
 // unsupported are the parameters of OpenAI's API, and of other servers with that API, that would change
 // the answer, with the values that change nothing.
 var unsupported = map[string]string{
-	"best_of":                "1",
 	"suffix":                 `""`,
 	"use_beam_search":        "false",
 	"min_tokens":             "0",
@@ -103,6 +102,9 @@ func (s *Server) base(p *params, prefix, object string) (openAI, sampler.Config)
 	}
 	f.includeUsage = options.IncludeUsage
 
+	if n := p.integer("n", 1, 1, maxChoices); p.integer("best_of", n, 1, math.MaxInt32) != n {
+		p.fail("best_of", "it differs from n, and the server returns every answer that it generates: leave it out")
+	}
 	p.refuse(unsupported)
 	c := p.sampling(m)
 	p.penalties(m, &c)

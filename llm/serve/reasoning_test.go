@@ -2,6 +2,7 @@ package serve
 
 import (
 	"fmt"
+	"io"
 	"strings"
 	"testing"
 
@@ -11,7 +12,7 @@ import (
 // thinkTemplate is a template of a model that marks its reasoning.
 const thinkTemplate = `{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}
 {% endfor %}{% if add_generation_prompt %}assistant: {% if started %}<think>
-{% endif %}{% endif %}`
+{% endif %}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}`
 
 // TestReasoning checks that the reasoning is separated from the answer, byte by byte, in both APIs.
 func TestReasoning(t *testing.T) {
@@ -73,10 +74,14 @@ func TestReasoning(t *testing.T) {
 
 		reasoning.Reset()
 		answer.Reset()
-		starts := []string{}
+		starts, signed := []string{}, 0
 		for _, e := range c.stream(messagesPath, body+`,"stream":true}`) {
 			if e.name == "content_block_start" {
 				starts = append(starts, e.at("content_block.type").(string))
+			}
+			if e.at("delta.type") == "signature_delta" {
+				require.Equal(t, "thinking", starts[len(starts)-1])
+				signed++
 			}
 			if s, ok := e.at("delta.thinking").(string); ok {
 				reasoning.WriteString(s)
@@ -88,6 +93,35 @@ func TestReasoning(t *testing.T) {
 		require.Equal(t, k.reasoning, reasoning.String(), k.text)
 		require.Equal(t, k.answer, answer.String(), k.text)
 		require.Len(t, starts, len(want))
+		require.Equal(t, strings.Count(strings.Join(starts, " "), "thinking"), signed)
+	}
+}
+
+// TestThinking checks that a request of Anthropic's API chooses whether a model with reasoning uses it.
+func TestThinking(t *testing.T) {
+	var prompt string
+	f := &fake{script: func(ids []int) []int {
+		text, _ := tok.Decode(ids)
+		prompt = string(text)
+		return says("ok")
+	}}
+	c := serveModel(t, newModel(t, f, thinkTemplate), Options{})
+	for thinking, want := range map[string]string{
+		`null`: "user: Hi\nassistant: ",
+		`{"type":"enabled","budget_tokens":1024}`: "user: Hi\nassistant: ",
+		`{"type":"adaptive"}`:                     "user: Hi\nassistant: ",
+		`{"type":"disabled"}`:                     "user: Hi\nassistant: <think></think>",
+	} {
+		body := `{"max_tokens":5,"messages":[{"role":"user","content":"Hi"}],"thinking":` + thinking + `}`
+		a := c.ok(messagesPath, body)
+		require.Equal(t, want, prompt, thinking)
+		require.Equal(t, a.at("usage.input_tokens"), c.ok(messagesPath+"/count_tokens", body)["input_tokens"])
+	}
+
+	// A model without reasoning does not have to think.
+	c = serve(t, &fake{answer: says("ok")}, Options{})
+	for _, thinking := range []string{`{"type":"adaptive"}`, `{"type":"disabled"}`} {
+		c.ok(messagesPath, `{"max_tokens":5,"messages":[{"role":"user","content":"Hi"}],"thinking":`+thinking+`}`)
 	}
 }
 
@@ -122,4 +156,8 @@ func TestCachedTokens(t *testing.T) {
 			require.Equal(t, count-1, e.at("usage.cache_read_input_tokens"))
 		}
 	}
+
+	metrics, err := io.ReadAll(c.do("GET", "/metrics", "").Body)
+	require.NoError(t, err)
+	require.Regexp(t, `(?m)^kasmina_cached_tokens_total [1-9]\d+$`, string(metrics))
 }

@@ -24,6 +24,7 @@ import (
 	"net"
 	"net/http"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -148,6 +149,7 @@ func (s *Server) routes() http.Handler {
 	guarded("GET /metrics", s.serveMetrics)
 	guarded("GET /v1/models", s.listModels)
 	guarded("GET /v1/models/{name...}", s.describeModel)
+	paths := []string{"/v1/models"}
 	for path, h := range map[string]http.HandlerFunc{
 		"/v1/chat/completions":      s.answering(s.parseChat),
 		"/v1/completions":           s.answering(s.parseText),
@@ -155,6 +157,7 @@ func (s *Server) routes() http.Handler {
 		"/v1/messages":              s.answering(s.parseMessages),
 		"/v1/messages/count_tokens": s.countTokens,
 	} {
+		paths = append(paths, path)
 		guarded("POST "+path, h)
 		guarded(path, func(w http.ResponseWriter, r *http.Request) {
 			w.Header().Set("Allow", "POST")
@@ -163,8 +166,14 @@ func (s *Server) routes() http.Handler {
 		})
 	}
 	guarded("/", func(w http.ResponseWriter, r *http.Request) {
-		refuse(w, r, &apiError{status: http.StatusNotFound,
-			message: fmt.Sprintf("there is no %s %.100s", r.Method, r.URL.Path)})
+		message := fmt.Sprintf("there is no %s %.100s", r.Method, r.URL.Path)
+		switch rest, twice := strings.CutPrefix(r.URL.Path, "/v1/v1"); {
+		case twice && slices.Contains(paths, "/v1"+rest):
+			message += ": the client adds /v1 itself, so remove it from the client's address of the server"
+		case slices.Contains(paths, "/v1"+r.URL.Path):
+			message += ": add /v1 to the client's address of the server"
+		}
+		refuse(w, r, &apiError{status: http.StatusNotFound, message: message})
 	})
 
 	return s.counted(s.crossOrigin(mux))

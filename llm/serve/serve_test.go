@@ -429,7 +429,8 @@ func TestMessagesForTemplate(t *testing.T) {
 	}
 
 	for body, want := range map[string]string{
-		`{"max_tokens":5,"system":"s","messages":[{"role":"user","content":"a"}]}`: `[{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]>`,
+		`{"max_tokens":5,"system":"s","messages":[{"role":"user","content":"a"}]}`:                                             `[{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]>`,
+		`{"max_tokens":5,"messages":[{"role":"user","content":"a"},{"role":"system","content":[{"type":"text","text":"s"}]}]}`: `[{"role": "user", "content": "a"}, {"role": "system", "content": "s"}]>`,
 		`{"max_tokens":5,"messages":[{"role":"user","content":[{"type":"text","text":"a"}]},{"role":"assistant","content":"b"}]}`: `[{"role": "user", "content": "a"}, ` +
 			`{"role": "assistant", "content": "b`,
 		`{"max_tokens":5,"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"t1","name":"f","input":{"x":1}}]},` +
@@ -723,6 +724,7 @@ func TestErrors(t *testing.T) {
 		{textPath, `{"prompt":["a",{}]}`, 400, "prompt"},
 		{textPath, `{"prompt":["a","b"],"n":128}`, 400, "prompt"},
 		{textPath, `{"prompt":"a","best_of":3}`, 400, "best_of"},
+		{textPath, `{"prompt":"a","best_of":1,"n":2}`, 400, "best_of"},
 		{textPath, `{"prompt":"a","suffix":"b"}`, 400, "suffix"},
 		{textPath, `{"prompt":"a","echo":true,"logprobs":1}`, 400, "echo"},
 		{"/v1/audio/speech", `{}`, 404, nil},
@@ -737,10 +739,11 @@ func TestErrors(t *testing.T) {
 	for _, k := range []struct{ body, message string }{
 		{`{"messages":[{"role":"user","content":"a"}]}`, "max_tokens"},
 		{`{"max_tokens":5}`, "messages"},
-		{`{"max_tokens":5,"messages":[{"role":"system","content":"a"}]}`, "messages.0.role"},
+		{`{"max_tokens":5,"messages":[{"role":"tool","content":"a"}]}`, "messages.0.role"},
 		{`{"max_tokens":5,"messages":[{"role":"user","content":[]}]}`, "messages.0.content"},
 		{`{"max_tokens":5,"messages":[{"role":"user","content":[{"type":"image"}]}]}`, "messages.0.content.0"},
-		{`{"max_tokens":5,"messages":[{"role":"user","content":"a"}],"thinking":{"type":"enabled"}}`, "thinking"},
+		{`{"max_tokens":5,"messages":[{"role":"user","content":"a"}],"thinking":{"type":"enabled"}}`, "has no reasoning"},
+		{`{"max_tokens":5,"messages":[{"role":"user","content":"a"}],"thinking":{"type":"deep"}}`, "thinking"},
 		{`{"max_tokens":5,"messages":[{"role":"user","content":"a"}],"tools":[{"type":"bash_20250124","name":"bash"}]}`, "tools"},
 		{`{"max_tokens":5,"messages":[{"role":"user","content":"a"}],"tool_choice":{"type":"any"}}`, "tool_choice"},
 	} {
@@ -758,6 +761,22 @@ func TestErrors(t *testing.T) {
 	// Parameters without effect, and values that mean the default, are accepted.
 	c.ok(chatPath, with(`"user":"me"`, `"unheard_of":{}`, `"response_format":{"type": "text"}`, `"n":null`,
 		`"stop":null`, `"functions":null`, `"store":true`, `"metadata":{}`, `"best_of":1`))
+	c.ok(textPath, `{"prompt":"a","n":2,"best_of":2}`)
+}
+
+// TestWrongAddresses checks that the server tells clients with a wrong address of the server how to correct it.
+func TestWrongAddresses(t *testing.T) {
+	c := serve(t, &fake{answer: says("ok")}, Options{})
+	for path, want := range map[string]string{
+		"/chat/completions": "there is no POST /chat/completions: add /v1 to the client's address of the server",
+		"/v1/v1/messages":   "there is no POST /v1/v1/messages: the client adds /v1 itself, so remove it from the client's address of the server",
+		"/v1/v1/other":      "there is no POST /v1/v1/other",
+		"/other":            "there is no POST /other",
+	} {
+		status, e := c.post(path, with())
+		require.Equal(t, 404, status)
+		require.Equal(t, want, e.at("error.message"))
+	}
 }
 
 // TestNoTemplate checks that chats with a model without a template are rejected, and that such a model still continues
