@@ -23,36 +23,39 @@ import (
 	"github.com/kasmina-go/kasmina/comm/internal/channel"
 )
 
-// late delays the last rank, so that an attack hits rank 0 while it is waiting. These tests are not parallel, because
-// other tests would slow down their attacks.
-const late = 500 * time.Millisecond
-
-// survives attacks a run of two ranks while rank 0 waits for rank 1, and checks that both ranks then
-// join and exchange values.
-func survives(t *testing.T, p []Place, attack func()) {
+// survives attacks a run of two ranks while rank 0 waits for rank 1, which joins only after the attack, and checks
+// that both ranks then join and exchange values. joined, unless nil, is called at rank 1 before the exchange.
+func survives(t *testing.T, p []Place, attack, joined func()) {
 	t.Helper()
-	errs := everywhere(2, func(r int) error {
-		if r == 1 {
-			time.Sleep(late)
-		}
+	attacked, ended := make(chan struct{}), make(chan []error, 1)
+	go func() {
+		ended <- everywhere(2, func(r int) error {
+			if r == 1 {
+				<-attacked
+			}
 
-		w, err := Join(t.Context(), p[r], Options{Timeout: patience})
-		if err != nil {
-			return err
-		}
+			w, err := Join(t.Context(), p[r], Options{Timeout: patience})
+			if err != nil {
+				return err
+			}
 
-		if r == 1 {
-			attack()
-		}
+			if r == 1 && joined != nil {
+				joined()
+			}
 
-		values, err := w.Gather(t.Context(), "x", []byte{byte(r)})
-		if err == nil && (len(values) != 2 || values[0][0] != 0 || values[1][0] != 1) {
-			err = fmt.Errorf("gathered %v", values)
-		}
-		return errors.Join(err, w.Close())
-	})
+			values, err := w.Gather(t.Context(), "x", []byte{byte(r)})
+			if err == nil && (len(values) != 2 || values[0][0] != 0 || values[1][0] != 1) {
+				err = fmt.Errorf("gathered %v", values)
+			}
+			return errors.Join(err, w.Close())
+		})
+	}()
 
-	require.NoError(t, errors.Join(errs...))
+	func() {
+		defer close(attacked) // even if the attack ends the test
+		attack()
+	}()
+	require.NoError(t, errors.Join(<-ended...))
 }
 
 // reach connects to the first port of the place, waiting until a process listens there.
@@ -75,8 +78,7 @@ func TestStrangerTakesNoRank(t *testing.T) {
 	p := places(t, 2)
 	p[0].Run = "slurm 918273.4"
 	p[1].Run = p[0].Run
-	var attacks sync.WaitGroup
-	attacks.Go(func() {
+	survives(t, p, func() {
 		reach(t, p[0]).Close()
 		for _, secret := range []Secret{NewSecret(), Secret(strings.Repeat(p[0].Run, 3))} {
 			q := p[1]
@@ -91,9 +93,7 @@ func TestStrangerTakesNoRank(t *testing.T) {
 				}
 			}
 		}
-	})
-
-	survives(t, p, attacks.Wait)
+	}, nil)
 }
 
 // TestStrangerCannotFailTheRun sends garbage and forged messages to rank 0 while it waits for ranks.
@@ -115,8 +115,7 @@ func TestStrangerCannotFailTheRun(t *testing.T) {
 		nil,
 	}
 
-	var attacks sync.WaitGroup
-	attacks.Go(func() {
+	survives(t, p, func() {
 		for i := range 50 {
 			conn := reach(t, p[0])
 			_, _ = conn.Write(said[i%len(said)])
@@ -124,28 +123,24 @@ func TestStrangerCannotFailTheRun(t *testing.T) {
 				conn.Close()
 			}
 		}
-	})
-
-	survives(t, p, attacks.Wait)
+	}, nil)
 }
 
 // TestFloodAtTheRendezvous opens more idle connections than rank 0 keeps.
 func TestFloodAtTheRendezvous(t *testing.T) {
 	p := places(t, 2)
-	var attacks sync.WaitGroup
-	attacks.Go(func() {
+	survives(t, p, func() {
 		for range channel.MaxPending + 100 {
 			reach(t, p[0])
 		}
-	})
-	survives(t, p, attacks.Wait)
+	}, nil)
 }
 
 // TestSquatter runs a relay on MASTER_PORT before rank 0 starts, so that rank 0 has to use the next
 // port. The relay cuts its connections after the ranks have joined. They must be connected directly.
 func TestSquatter(t *testing.T) {
 	// A rank tries several ports at the same time, and may reach rank 0 before it tries the relay.
-	for range 10 {
+	for began := time.Now(); time.Since(began) < patience; {
 		if squat(t) > 0 {
 			return
 		}
@@ -188,7 +183,9 @@ func squat(t *testing.T) (came int) {
 		}
 	}()
 
-	survives(t, p, func() {
+	next := p[0]
+	next.MasterPort++
+	survives(t, p, func() { reach(t, next).Close() }, func() {
 		mu.Lock()
 		defer mu.Unlock()
 		for _, c := range passed {
@@ -298,8 +295,8 @@ func TestAddressOfAnotherHost(t *testing.T) {
 	p.LocalSize, p.MasterAddr = 1, "192.0.2.7" // reserved by RFC 5737
 	id, err := channel.New(string(p.Secret))
 	require.NoError(t, err)
-	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
-	defer cancel()
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel() // otherwise rank 0 waits for the name servers to learn its address
 	_, err = p.listen(ctx, id)
 	require.ErrorContains(t, err,
 		"MASTER_ADDR=192.0.2.7 is [192.0.2.7], not an address of this host; set KASMINA_LISTEN")

@@ -62,9 +62,13 @@ func openStore(ctx context.Context, p Place, id *channel.Identity,
 		return nil, err
 	}
 
-	s := &store{place: p, deadline: deadline, maxBytes: MaxGather, listener: listener,
-		port: portOf(listener.Addrs()[0]), seats: make([]seat, p.Size),
-		gathering: map[string]*gathering{}, empty: make(chan struct{}),
+	return newStore(p, listener, portOf(listener.Addrs()[0]), joining, deadline), nil
+}
+
+// newStore returns the store of a run whose ranks connect to the listener at the given port.
+func newStore(p Place, listener *channel.Listener, port int, joining, deadline time.Duration) *store {
+	s := &store{place: p, deadline: deadline, maxBytes: MaxGather, listener: listener, port: port,
+		seats: make([]seat, p.Size), gathering: map[string]*gathering{}, empty: make(chan struct{}),
 		done: make(chan struct{})}
 	for r := range s.seats {
 		s.seats[r].Rank, s.seats[r].pulse.Step = r, -1
@@ -76,7 +80,7 @@ func openStore(ctx context.Context, p Place, id *channel.Identity,
 		go watchdog(deadline, s.done, s.inspect)
 	}
 
-	return s, nil
+	return s
 }
 
 func (s *store) accept() {
@@ -95,7 +99,7 @@ func (s *store) serve(conn net.Conn) {
 	defer w.Close()
 	m, ok := s.admit(w)
 	if !ok {
-		w.flush(time.Second) // deliver the reason
+		w.flush(farewell) // deliver the reason
 		return
 	}
 

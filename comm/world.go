@@ -118,7 +118,11 @@ func (w *World) meet(ctx context.Context) (err error) {
 	if w.wire, w.options.Deadline, err = c.connect(joining, w.options.Timeout); err != nil {
 		return err
 	}
+	return w.enter(joining)
+}
 
+// enter starts to handle the store's messages and waits for the other ranks.
+func (w *World) enter(ctx context.Context) error {
 	go w.listen()
 	if w.options.Deadline > 0 {
 		go watchdog(w.options.Deadline, w.done, w.beat)
@@ -129,7 +133,7 @@ func (w *World) meet(ctx context.Context) (err error) {
 		return err
 	}
 
-	values, err := w.Gather(joining, "join", facts)
+	values, err := w.Gather(ctx, "join", facts)
 	if err == nil {
 		err = w.compare(values)
 	}
@@ -367,8 +371,8 @@ func (w *World) Close() error {
 	return errors.Join(err, w.abandon())
 }
 
-// farewell limits the wait for other ranks to receive the reason for a failure.
-const farewell = 3 * time.Second
+// farewell limits the wait for other ranks to receive the reason for a failure. Tests change it.
+var farewell = 3 * time.Second
 
 // abandon closes connections.
 func (w *World) abandon() error {

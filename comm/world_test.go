@@ -6,11 +6,14 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"os"
+	"slices"
 	"strconv"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -21,13 +24,55 @@ import (
 // patience is much longer than any operation in these tests; a test that needs it fails.
 const patience = 100 * time.Second
 
+// Ports of the runs in tests. Systems assign only higher ones by themselves, so that no other program takes a port
+// before the run does.
+const firstPort, lastPort = 10_000, 15_000
+
+var ports struct {
+	sync.Mutex
+	next int
+}
+
+// unusedPort returns the first of [PortWindow] unused ports. Every call returns other ports, until it has returned
+// all of them.
+func unusedPort(t *testing.T) int {
+	t.Helper()
+	ports.Lock()
+	defer ports.Unlock()
+
+	const windows = (lastPort - firstPort) / PortWindow
+	if ports.next == 0 {
+		ports.next = firstPort + PortWindow*rand.IntN(windows)
+	}
+	for range windows {
+		first := ports.next
+		if ports.next += PortWindow; ports.next+PortWindow > lastPort {
+			ports.next = firstPort
+		}
+		if unused(first) {
+			return first
+		}
+	}
+	t.Fatal("all ports are in use")
+	return 0
+}
+
+// unused reports whether a run can use all ports of the window that starts with the given one.
+func unused(first int) bool {
+	for port := first; port < first+PortWindow; port++ {
+		l, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port)))
+		if err != nil {
+			return false
+		}
+		l.Close()
+	}
+	return true
+}
+
 // places returns the places of a run on this host, at unused ports.
 func places(t *testing.T, size int) []Place {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	port := l.Addr().(*net.TCPAddr).Port
-	require.NoError(t, l.Close())
+	port := unusedPort(t)
 	all, secret := make([]Place, size), NewSecret()
 	for r := range all {
 		all[r] = Place{Rank: r, Size: size, LocalRank: r, LocalSize: size, MasterAddr: "127.0.0.1",
@@ -160,21 +205,23 @@ func TestFactsMustAgree(t *testing.T) {
 
 func TestMissingRanksAreNamed(t *testing.T) {
 	t.Parallel()
-	p := places(t, 4)
-	errs := everywhere(4, func(r int) error {
-		if r == 1 || r == 3 {
-			return nil
-		}
-		_, err := Join(t.Context(), p[r], Options{Timeout: 3 * time.Second})
-		return err
-	})
+	synctest.Test(t, func(t *testing.T) {
+		run := newPipedRun(t, 4, Options{Timeout: 3 * time.Second})
+		errs := everywhere(4, func(r int) error {
+			if r == 1 || r == 3 {
+				return nil
+			}
+			_, err := run.join(t, r)
+			return err
+		})
 
-	for _, r := range []int{0, 2} {
-		var e *RankError
-		require.ErrorAs(t, errs[r], &e)
-		require.Equal(t, 1, e.Rank)
-		require.ErrorContains(t, e, "did not join within 3s. Missing of 4: [rank 1 rank 3]")
-	}
+		for _, r := range []int{0, 2} {
+			var e *RankError
+			require.ErrorAs(t, errs[r], &e)
+			require.Equal(t, 1, e.Rank)
+			require.ErrorContains(t, e, "did not join within 3s. Missing of 4: [rank 1 rank 3]")
+		}
+	})
 }
 
 func TestRankZeroIsMissing(t *testing.T) {
@@ -251,10 +298,9 @@ func TestTakenPorts(t *testing.T) {
 		}()
 	}
 
-	began := time.Now()
 	errs := everywhere(2, func(r int) error {
 		if r == 0 {
-			time.Sleep(100 * time.Millisecond) // rank 1 has found only the other programs so far
+			time.Sleep(100 * time.Millisecond) // rank 1 has usually found only the other programs so far
 		}
 		w, err := Join(t.Context(), p[r], Options{Timeout: patience})
 		if err != nil {
@@ -264,8 +310,30 @@ func TestTakenPorts(t *testing.T) {
 	})
 
 	require.NoError(t, errors.Join(errs...))
-	require.Less(t, time.Since(began), channel.HandshakeTimeout/2,
-		"an unresponsive port delayed the ranks")
+}
+
+// TestUnresponsivePorts checks that ports that never answer do not delay a rank.
+func TestUnresponsivePorts(t *testing.T) {
+	defer func(before time.Duration) { channel.HandshakeTimeout = before }(channel.HandshakeTimeout)
+	channel.HandshakeTimeout = time.Hour // much longer than patience
+	p := places(t, 2)
+	s := open(t, p[0], 0)
+
+	var targets []string
+	for range 3 {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		require.NoError(t, err)
+		defer l.Close()
+		targets = append(targets, l.Addr().String())
+	}
+	targets = slices.Insert(targets, 2, s.listener.Addrs()[0].String())
+
+	id, err := channel.New(string(p[1].Secret))
+	require.NoError(t, err)
+	c := caller{place: p[1], id: id, targets: targets}
+	w, _, err := c.connect(t.Context(), patience)
+	require.NoError(t, err)
+	require.NoError(t, w.Close())
 }
 
 // TestRefusals tries to join with the right secret but a place that does not fit the run.

@@ -278,7 +278,6 @@ func TestEarlyEnd(t *testing.T) {
 
 func TestExitEndsTheOthers(t *testing.T) {
 	j, _, _ := job(t, "exit", 3)
-	j.Grace = time.Second
 	var e *Error
 	require.ErrorAs(t, Run(t.Context(), j), &e)
 	require.Len(t, e.Deaths, 3)
@@ -304,7 +303,6 @@ func TestGuilt(t *testing.T) {
 
 func TestContextEndsTheRun(t *testing.T) {
 	j, stdout, _ := job(t, "sleep", 2)
-	j.Grace = time.Second
 	ctx, cancel := context.WithCancelCause(t.Context())
 	stopped := errors.New("somebody stopped it")
 	go func() {

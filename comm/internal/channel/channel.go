@@ -45,8 +45,8 @@ const MinSecret = 22
 var ErrStranger = errors.New("the peer does not know this run's secret: it is another run, another " +
 	"program, or a process with another secret")
 
-// HandshakeTimeout limits the time for a peer to prove knowledge of the secret.
-const HandshakeTimeout = 10 * time.Second
+// HandshakeTimeout limits the time for a peer to prove knowledge of the secret. Tests change it.
+var HandshakeTimeout = 10 * time.Second
 
 // protocol identifies the protocol spoken over a connection. Peers with different versions reject
 // each other.

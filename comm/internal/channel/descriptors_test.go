@@ -66,7 +66,7 @@ func acceptWithFew() error {
 
 	var strangers []net.Conn
 	for range 100 {
-		conn, err := net.DialTimeout("tcp", l.Addrs()[0].String(), time.Second)
+		conn, err := net.DialTimeout("tcp", l.Addrs()[0].String(), patience)
 		if err != nil {
 			break
 		}
