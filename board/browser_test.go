@@ -136,8 +136,8 @@ func TestPage(t *testing.T) {
 		require.Less(t, time.Since(begun), time.Second)
 	}
 
-	w.see("#events li")
-	require.Contains(t, w.text("#events"), why)
+	require.Eventually(t, func() bool { return strings.Contains(w.text("#events"), why) }, patience,
+		50*time.Millisecond)
 	eval[bool](w, "Lattice.select({layer: 1, seed: 5}); true")
 	w.see("#seed-events li")
 	require.Contains(t, w.text("#seed-story"), "from Germinated to Training after step 4")
@@ -162,7 +162,7 @@ func TestPage(t *testing.T) {
 func TestSteering(t *testing.T) {
 	t.Parallel()
 	w := browser(t)
-	tr := newTrainer(t, 4000, 16)
+	tr := newTrainer(t, 1<<20, 16) // the run ends when the person stops it
 	_, url := listen(t, tr, board.WithControl())
 	paced(tr, 10*time.Millisecond)
 	done := make(chan error, 1)

@@ -6,22 +6,39 @@ import (
 	"io"
 	"net"
 	"net/http"
-	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 )
 
-// listening returns a board that listens, and its address.
-func listening(t *testing.T) (b *Board, addr string) {
+// listening returns the connections of a board that listens, and its address.
+func listening(t *testing.T) (l *connections, addr string) {
 	t.Helper()
 	b, err := New()
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, b.Close()) })
-	url, err := b.Listen("127.0.0.1:0")
+	tcp, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
-	return b, strings.Trim(strings.TrimPrefix(url, "http://"), "/")
+	l = newConnections(tcp)
+	require.NoError(t, b.serve(l))
+	return l, tcp.Addr().String()
+}
+
+// rest waits until all connections without a stream are idle.
+func (l *connections) rest(t *testing.T) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		busy := 0
+		for c := range l.open {
+			if c.phase != idle {
+				busy++
+			}
+		}
+		return busy <= maxViewersOfClient
+	}, longest, time.Millisecond)
 }
 
 // silent opens a connection and never reads from it. It requests a path unless that is empty.
@@ -37,14 +54,15 @@ func silent(t *testing.T, addr, path string) net.Conn {
 	return c
 }
 
-// reachable checks that a new client receives the page quickly.
+// longest is much longer than anything in these tests takes.
+const longest = 2 * time.Minute
+
+// reachable checks that a new client receives the page.
 func reachable(t *testing.T, addr, what string) {
 	t.Helper()
-	client := &http.Client{Timeout: 5 * time.Second,
-		Transport: &http.Transport{DisableKeepAlives: true}}
-	began := time.Now()
+	client := &http.Client{Timeout: longest, Transport: &http.Transport{DisableKeepAlives: true}}
 	r, err := client.Get("http://" + addr + "/style.css")
-	require.NoError(t, err, "%s: %v after %v", what, err, time.Since(began))
+	require.NoError(t, err, what)
 	defer r.Body.Close()
 	_, err = io.Copy(io.Discard, r.Body)
 	require.NoError(t, err, what)
@@ -65,7 +83,7 @@ func TestSilentConnections(t *testing.T) {
 		"with a body that is unread": "GET /style.css HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n",
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, addr := listening(t)
+			l, addr := listening(t)
 			for range maxConnections + 20 {
 				if path == "" || path[0] == '/' {
 					silent(t, addr, path)
@@ -74,71 +92,88 @@ func TestSilentConnections(t *testing.T) {
 				_, err := io.WriteString(silent(t, addr, ""), path)
 				require.NoError(t, err)
 			}
-			time.Sleep(50 * time.Millisecond) // until the send buffers are full
 			for range 3 {
+				l.rest(t) // until the send buffers are full
 				reachable(t, addr, name)
 			}
 		})
 	}
 }
 
-// TestSlowReaders checks that a connection is dropped if its client does not read a long answer,
-// and that a new connection may replace it even before that.
-func TestSlowReaders(t *testing.T) {
-	t.Parallel()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+// longAnswers serves an answer at /long that is longer than the buffers of a connection, and an empty one elsewhere. The
+// returned channel receives the error of every answer that cannot be written.
+func longAnswers(t *testing.T, stalled time.Duration) (l *connections, addr string, failed <-chan error) {
+	t.Helper()
+	tcp, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
-	places := newConnections(l)
-	places.stalled = 4 * time.Second
-	failed := make(chan error, maxConnections)
+	l = newConnections(tcp)
+	l.stalled = stalled
+	errs := make(chan error, maxConnections)
 	long := func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path != "/long" {
 			return
 		}
 		for range 64 {
 			if _, err := w.Write(make([]byte, 1<<20)); err != nil {
-				failed <- err
+				errs <- err
 				return
 			}
 		}
 	}
-	s := &http.Server{ConnContext: places.context, Handler: places.tracked(http.HandlerFunc(long))}
-	go s.Serve(places)
-	defer s.Close()
-	addr := l.Addr().String()
+	s := &http.Server{ConnContext: l.context, Handler: l.tracked(http.HandlerFunc(long))}
+	go s.Serve(l)
+	t.Cleanup(func() { s.Close() })
+	return l, tcp.Addr().String(), errs
+}
 
+// TestSlowReaders checks that a connection is dropped if its client does not read a long answer.
+func TestSlowReaders(t *testing.T) {
+	t.Parallel()
+	_, addr, failed := longAnswers(t, 100*time.Millisecond)
 	for range maxConnectionsOfClient {
 		silent(t, addr, "/long")
 	}
-	require.Eventually(t, func() bool {
-		places.mu.Lock()
-		defer places.mu.Unlock()
-		n := 0
-		for c := range places.open {
-			if c.phase == writing && time.Since(c.since) > patient {
-				n++
-			}
-		}
-		return n == maxConnectionsOfClient
-	}, 10*time.Second, 10*time.Millisecond)
-	r, err := http.Get("http://" + addr + "/short")
-	require.NoError(t, err)
-	require.NoError(t, r.Body.Close())
-
 	for range maxConnectionsOfClient {
 		select {
 		case err := <-failed:
 			require.Error(t, err)
-		case <-time.After(10 * time.Second):
+		case <-time.After(longest):
 			t.Fatal("a client that reads nothing is not dropped")
 		}
 	}
 }
 
+// TestSlowReadersAreReplaced checks that a new connection may replace one whose client does not read a long answer,
+// even before that is dropped.
+func TestSlowReadersAreReplaced(t *testing.T) {
+	t.Parallel()
+	l, addr, failed := longAnswers(t, time.Hour)
+	for range maxConnectionsOfClient {
+		silent(t, addr, "/long")
+	}
+	require.Eventually(t, func() bool {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		n := 0
+		for c := range l.open {
+			if c.phase == writing && time.Since(c.since) > patient {
+				n++
+			}
+		}
+		return n == maxConnectionsOfClient
+	}, longest, 10*time.Millisecond)
+	require.Empty(t, failed)
+
+	r, err := http.Get("http://" + addr + "/short")
+	require.NoError(t, err)
+	require.NoError(t, r.Body.Close())
+	require.Error(t, <-failed)
+}
+
 // TestReadingConnectionsStay checks that new connections do not replace connections that are in
 // use, such as streams.
 func TestReadingConnectionsStay(t *testing.T) {
-	_, addr := listening(t)
+	l, addr := listening(t)
 	stream := silent(t, addr, "/api/v1/stream")
 	lines := bufio.NewReader(stream)
 	first, err := lines.ReadString('\n')
@@ -147,6 +182,7 @@ func TestReadingConnectionsStay(t *testing.T) {
 	for range 2 * maxConnections {
 		silent(t, addr, "")
 	}
+	l.rest(t)
 	reachable(t, addr, "new client")
 	require.NoError(t, stream.SetReadDeadline(time.Now().Add(100*time.Millisecond)))
 	_, err = io.Copy(io.Discard, lines)

@@ -247,7 +247,7 @@ func TestGPU(t *testing.T) {
 	require.Eventually(t, func() bool {
 		get(t, url+"api/v1/runs/0", &r)
 		return r.State == "ended"
-	}, 5*time.Second, 10*time.Millisecond)
+	}, patience, 10*time.Millisecond)
 	require.Greater(t, float64(r.Ceiling), 1e12)
 	require.Greater(t, float64(r.CeilingShare), 0.0)
 	require.Less(t, float64(r.CeilingShare), 1.0)

@@ -22,5 +22,17 @@ func (b *Board) Feed(t *llm.Trainer) llm.Callback {
 	return (&feed{board: b, run: b.Add("fed"), seeds: t.Model.Kasmina}).event
 }
 
+// Pending returns the number of orders that wait for the end of a step.
+func (b *Board) Pending() (n int) {
+	b.orders.mu.Lock()
+	defer b.orders.mu.Unlock()
+	for _, o := range b.orders.all {
+		if !o.isSettled() {
+			n++
+		}
+	}
+	return n
+}
+
 // SetPatience sets how long requests wait for the end of a step.
 func (b *Board) SetPatience(d time.Duration) { b.patience = d }

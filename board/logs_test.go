@@ -112,21 +112,20 @@ func TestReplacedLog(t *testing.T) {
 
 	// The new run in the same folder has already made more steps than the old one.
 	writeLog(t, folder, 11, 7)
+	var events []api.Event
 	require.Eventually(t, func() bool {
-		var s api.Series
-		get(t, url+"api/v1/runs/0/series", &s)
-		return len(s.Step) == 11
+		events = nil
+		get(t, url+"api/v1/runs/0/events", &events)
+		return len(events) == 11
 	}, patience, 20*time.Millisecond)
 	var s api.Series
 	get(t, url+"api/v1/runs/0/series", &s)
+	require.Len(t, s.Step, 11)
 	require.Len(t, s.EvalStep, 11)
 	for _, loss := range append(s.Loss, s.ValLoss...) {
 		require.EqualValues(t, 7, loss)
 	}
 
-	var events []api.Event
-	get(t, url+"api/v1/runs/0/events", &events)
-	require.Len(t, events, 11)
 	require.Eventually(t, func() bool { return len(shown()) == 22 }, patience, 50*time.Millisecond)
 	require.NotContains(t, eval[string](w, "Board.csv()"), "2.25")
 	require.Eventually(t, func() bool {
@@ -236,14 +235,14 @@ func TestCSV(t *testing.T) {
 
 	w.Do(chromedp.Navigate(url))
 	w.see("#chart-loss canvas")
+	var text string
+	var rows [][]string
 	require.Eventually(t, func() bool {
-		return eval[int](w, "Board.runs.size") == len(names)
+		text = eval[string](w, "Board.csv()")
+		rows, err = csv.NewReader(strings.NewReader(text)).ReadAll()
+		return err != nil || len(rows) == 1+2*len(names)
 	}, patience, 50*time.Millisecond)
-
-	text := eval[string](w, "Board.csv()")
-	rows, err := csv.NewReader(strings.NewReader(text)).ReadAll()
 	require.NoError(t, err)
-	require.Len(t, rows, 1+2*len(names))
 	found := map[string]bool{}
 	for _, row := range rows[1:] {
 		found[row[0]] = true

@@ -4,8 +4,8 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"net/http"
 	"net/http/httptest"
-	"strings"
 	"testing"
 	"time"
 
@@ -103,22 +103,40 @@ func TestPendingOrders(t *testing.T) {
 func TestClientWaitsForPendingOrders(t *testing.T) {
 	t.Parallel()
 	tr := newTrainer(t, 6, 4)
-	b, url := listen(t, tr, board.WithControl())
+	b, err := board.Attach(tr, board.WithControl())
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, b.Close()) })
 	b.SetPatience(time.Millisecond)
+
+	queries := make(chan struct{}, 1000) // answers to queries about pending orders
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		b.ServeHTTP(w, r)
+		if r.Method == http.MethodGet {
+			queries <- struct{}{}
+		}
+	}))
+	defer server.Close()
 	reached, goOn, done := atStep(t, tr, 2)
 	<-reached
-	page, _, _ := strings.Cut(url, "#")
-	c := &api.Client{URL: page, Token: b.Token(), Who: "a test"}
+	c := &api.Client{URL: server.URL, Token: b.Token(), Who: "a test"}
 
-	ctx, stop := context.WithTimeout(t.Context(), 100*time.Millisecond)
-	defer stop()
-	err := c.Do(ctx, "0", state.Command{Action: state.Move, Seed: 3, To: state.Training})
-	require.ErrorIs(t, err, context.DeadlineExceeded)
+	ctx, giveUp := context.WithCancel(t.Context())
+	defer giveUp()
+	go func() {
+		<-queries
+		giveUp()
+	}()
+	err = c.Do(ctx, "0", state.Command{Action: state.Move, Seed: 3, To: state.Training})
+	require.ErrorIs(t, err, context.Canceled)
 	require.ErrorContains(t, err, "may yet take effect")
+	require.Equal(t, 1, b.Pending())
 
-	answers := make(chan error, 2)
+	answers := make(chan error, 1)
 	go func() { answers <- c.Measure(t.Context(), "0", state.Sampling, 3) }()
-	time.Sleep(50 * time.Millisecond) // until the order is pending
+	for range 2 { // the client asks again although the first answer is that the order is pending
+		<-queries
+	}
+	require.Equal(t, 2, b.Pending())
 	require.Empty(t, answers)
 	close(goOn)
 	require.NoError(t, <-answers)

@@ -40,24 +40,32 @@ func (b *Board) Listen(addr string) (url string, err error) {
 		return "", fmt.Errorf("board: Listen: %w; use an address such as 127.0.0.1:6060 that no "+
 			"other program uses, or port 0 to let the system choose", err)
 	}
-	places := newConnections(l)
-	s := &http.Server{Handler: places.tracked(b), ConnContext: places.context,
+	if err := b.serve(newConnections(l)); err != nil {
+		return "", err
+	}
+
+	url = "http://" + shown(l.Addr().String()) + "/"
+	if b.token != "" {
+		url += "#token=" + b.token // browsers do not send a fragment
+	}
+	return url, nil
+}
+
+// serve serves the board to the connections in the background, until Close.
+func (b *Board) serve(l *connections) error {
+	s := &http.Server{Handler: l.tracked(b), ConnContext: l.context,
 		ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
 		IdleTimeout: time.Minute, MaxHeaderBytes: maxHeader}
 
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.closed {
-		return "", errors.Join(errors.New("board: Listen: the board is closed"), l.Close())
+		return errors.Join(errors.New("board: Listen: the board is closed"), l.Close())
 	}
 
 	b.servers = append(b.servers, s)
-	go s.Serve(places)
-	url = "http://" + shown(l.Addr().String()) + "/"
-	if b.token != "" {
-		url += "#token=" + b.token // browsers do not send a fragment
-	}
-	return url, nil
+	go s.Serve(l)
+	return nil
 }
 
 // shown returns an address that a browser on this computer can open.
