@@ -32,7 +32,7 @@ func eval[T any](w *window, expression string) T {
 // sees waits until a condition holds on the page.
 func (w *window) sees(condition string) {
 	w.Helper()
-	require.Eventually(w, func() bool { return eval[bool](w, condition) }, 30*time.Second, 50*time.Millisecond,
+	require.Eventually(w, func() bool { return eval[bool](w, condition) }, patience, 50*time.Millisecond,
 		"%s, but the page says %s", condition, eval[string](w, "document.body.innerText"))
 }
 
