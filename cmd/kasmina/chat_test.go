@@ -28,7 +28,7 @@ import (
 type parrot struct {
 	prompts [][]int
 	answer  []int
-	each    func() // called before each token
+	each    func(ctx context.Context) // called before each token
 }
 
 func (p *parrot) Generate(ctx context.Context, prompt []int, n int, _ *sampler.Sampler) iter.Seq2[int, error] {
@@ -36,7 +36,7 @@ func (p *parrot) Generate(ctx context.Context, prompt []int, n int, _ *sampler.S
 	return func(yield func(int, error) bool) {
 		for i := range n {
 			if p.each != nil {
-				p.each()
+				p.each(ctx)
 			}
 			if ctx.Err() != nil {
 				yield(0, context.Cause(ctx))
@@ -112,10 +112,14 @@ func TestChatInterrupt(t *testing.T) {
 	self, err := os.FindProcess(os.Getpid())
 	require.NoError(t, err)
 	tokens := 0
-	p.each = func() {
+	p.each = func(ctx context.Context) {
 		if tokens++; tokens == 3 {
 			require.NoError(t, self.Signal(os.Interrupt))
-			time.Sleep(200 * time.Millisecond)
+			select {
+			case <-ctx.Done():
+			case <-time.After(2 * time.Minute):
+				t.Error("the interrupt does not stop the answer")
+			}
 		}
 	}
 	require.NoError(t, talk.run(t.Context(), strings.NewReader("one\ntwo\n")))

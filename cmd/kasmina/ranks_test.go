@@ -65,6 +65,7 @@ func TestMain(m *testing.M) {
 		go die()
 	}
 
+	claimWait = time.Minute // the system may need long to remove a killed process
 	prepareKill()
 	if slow, err := time.ParseDuration(os.Getenv(slowVariable)); err == nil {
 		savePretrained = func(ctx context.Context, dir string, m *llm.Model,
@@ -232,15 +233,24 @@ func TestTrainRankDies(t *testing.T) {
 
 // TestTrainSlowDisk checks that a run waits for rank 0 to write the model, however long this takes.
 func TestTrainSlowDisk(t *testing.T) {
-	const deadline = 2 * time.Second
-	alone, together := filepath.Join(t.TempDir(), "alone"), filepath.Join(t.TempDir(), "together")
+	alone := filepath.Join(t.TempDir(), "alone")
 	_, err := kasmina(t, training(alone, "--steps", "3")...)
 	require.NoError(t, err)
-	text, err := program(t, []string{slowVariable + "=" + (2 * deadline).String()},
-		training(together, "--steps", "3", "--gpus", "2", "--deadline",
-			deadline.String())...).CombinedOutput()
-	require.NoError(t, err, string(text))
-	sameRun(t, alone, together)
+
+	// On a busy machine, other programs may delay a step for longer than a short deadline. The disk is always slower
+	// than the deadline.
+	for deadline := 2 * time.Second; ; deadline *= 2 {
+		together := filepath.Join(t.TempDir(), "together")
+		text, err := program(t, []string{slowVariable + "=" + (2 * deadline).String()},
+			training(together, "--steps", "3", "--gpus", "2", "--deadline",
+				deadline.String())...).CombinedOutput()
+		if err != nil && deadline < time.Minute && strings.Contains(string(text), "hangs: ") {
+			continue
+		}
+		require.NoError(t, err, string(text))
+		sameRun(t, alone, together)
+		return
+	}
 }
 
 // freePort returns a free port.
@@ -386,12 +396,13 @@ func ranksOf(t *testing.T, outs []string, more ...string) []string {
 	port := l.Addr().(*net.TCPAddr).Port
 	require.NoError(t, l.Close())
 
+	secret := comm.SecretVariable + "=" + string(comm.NewSecret())
 	var group sync.WaitGroup
 	texts := make([]string, len(outs))
 	for rank, out := range outs {
 		env := []string{"RANK=" + strconv.Itoa(rank), "WORLD_SIZE=2", "LOCAL_RANK=" + strconv.Itoa(rank),
 			"LOCAL_WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=" + strconv.Itoa(port),
-			"KASMINA_SECRET=0123456789abcdef0123456789abcdef"}
+			secret}
 		group.Go(func() {
 			text, err := program(t, env, training(out, more...)...).CombinedOutput()
 			texts[rank] = string(text)
