@@ -61,8 +61,8 @@ type PlanLearner interface {
 
 // A RunPlan describes a run to a controller.
 type RunPlan struct {
-	Blocks      int     // of the model
-	Parameters  float64 // in all blocks together
+	Blocks      int     // number of blocks of the model
+	Parameters  float64 // number of parameters of all blocks together
 	EpochTokens float64 // tokens that the model sees in an epoch
 	// PerToken reports whether the run is limited by its steps or tokens. Otherwise, it is limited by
 	// time or FLOPs, of which a larger model needs more for each token.
@@ -72,8 +72,8 @@ type RunPlan struct {
 
 // A RunGrowth is a past growth of a model in depth.
 type RunGrowth struct {
-	Epoch  int // number of epochs that had ended
-	Blocks int // before the growth
+	Epoch  int // number of epochs that had ended when the model grew
+	Blocks int // number of blocks before the growth
 }
 
 // A Narrator is a [Controller] that explains its plans. After Decide, the trainer passes the same reports

@@ -309,7 +309,7 @@ func (c *Command) UnmarshalJSON(text []byte) error {
 			actionNames[1:])
 	}
 	if j.Layer < 0 || j.Seed < 0 || j.Layer > math.MaxInt32 || j.Seed > math.MaxInt32 {
-		return fmt.Errorf("state: %w: layer %d, seed %d, want numbers from 0",
+		return fmt.Errorf("state: %w: layer is %d and seed is %d, want 0 to 2147483647",
 			ErrArgument, j.Layer, j.Seed)
 	}
 

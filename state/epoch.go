@@ -86,7 +86,7 @@ func (l *Lattice) stepEpoch(m Metrics, found []columns.Fault) []Event {
 	all := append(l.quarantined, l.quarantine(found)...)
 	l.quarantined = nil
 
-	// Opening of a gate is an event, so the state of the gates before the epoch is needed too.
+	// The opening of a gate is an event, so the state of the gates before the epoch is needed too.
 	const grain = 1024
 	gatesBefore := make([]gates, l.n)
 	cpu.Parallel(l.n, grain, func(lo, hi int) {

@@ -92,7 +92,7 @@ const scrubSpan = 1024
 // Whenever it finds corrupt seeds, it calls found, unless nil, with the error that [Lattice.Verify]
 // would return. Scrub blocks, so run it on its own goroutine.
 //
-// It returns nil when ctx is done, and an error at once if ctx is nil or period is not positive.
+// It returns nil when ctx is done, and an error at once if period is not positive.
 func (l *Lattice) Scrub(ctx context.Context, period time.Duration, found func(error)) error {
 	if err := checkScrub(ctx, period); err != nil {
 		return err
@@ -132,7 +132,7 @@ func (l *Lattice) verifySpan(lo int) error {
 // checkScrub checks the arguments of Scrub.
 func checkScrub(ctx context.Context, period time.Duration) error {
 	if period <= 0 {
-		return fmt.Errorf("state.Scrub: %w: context %v and period %v, want a context and a "+
+		return fmt.Errorf("state.Scrub: %w: the context is %v and the period is %v, want a "+
 			"period above 0", ErrArgument, ctx, period)
 	}
 	return nil

@@ -1,6 +1,6 @@
-// Package state manages the seeds of Kasmina layers. It holds each seed's stage, its blueprint and
-// how far that is blended into the model, and the telemetry of its part of the activations, and
-// defines the rules for moving from stage to stage.
+// Package state manages the seeds of Kasmina layers. For each seed, it holds the stage, the
+// blueprint, how far the blueprint is blended into the model, and telemetry of the seed's part of
+// the activations. It also defines the rules for moving from stage to stage.
 //
 // A Kasmina layer divides the D features of an activation tensor [rows, D] into S chunks of C = D/S
 // features, so that seed s owns columns sC to (s+1)C−1. A [Lattice] holds the S seeds of one layer as
@@ -235,8 +235,8 @@ func WithQuarantine() Option {
 
 // WithAlphaNoise blends the blueprint of a seed in Grafting with a random α, drawn uniformly between
 // (1 − width)·α and (1 + width)·α and limited to 1, where α is the one set by the strategy. This
-// keeps the host from becoming dependent on the blueprint before the verdict. width is from 0 to 1;
-// the default is 0, which means no noise.
+// keeps the host from becoming dependent on the blueprint before the blueprint has been judged.
+// width is from 0 to 1; the default is 0, which means no noise.
 //
 // On a chunk, every pass with telemetry draws an α. At a weight and in the stream, where the
 // blueprint is part of the model's graph, every training step does. In depth, nothing is drawn,

@@ -70,7 +70,7 @@ func (l *Lattice) germinate(seed int, r GerminationRequest) error {
 }
 
 // checkBlueprint returns an error, and the field it concerns, unless a request fits the lattice's
-// site, the number of its slots and their width.
+// site, number of slots and slot width.
 func (l *Lattice) checkBlueprint(r GerminationRequest) (field string, err error) {
 	if l.config.Site != blueprints.Chunk {
 		return l.checkGrowth(r)
@@ -152,7 +152,7 @@ func (l *Lattice) intern(s graft.Strategy) (uint8, error) {
 		}
 	}
 
-	return 0, fmt.Errorf("%d different strategies are in use, which is all a lattice can hold",
+	return 0, fmt.Errorf("%d different strategies are in use, and a lattice cannot hold more",
 		len(used))
 }
 

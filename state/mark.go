@@ -1,9 +1,9 @@
 package state
 
 // Mark saves everything that passes measure on the network's seeds and returns a function that
-// restores it, as if later passes had not run. It serves training steps that fail before their
-// update. The ring of reports still contains those passes. A mark is valid until the next call of
-// Mark.
+// restores it, as if later passes had not run. Trainers use it to discard the measurements of a
+// step that fails before its update. [Lattice.History] still contains the reports of those passes.
+// A mark is valid until the next call of Mark.
 func (n *Network) Mark() (restore func()) {
 	for _, l := range n.layers {
 		l.Lattice.mark()

@@ -68,10 +68,10 @@ type Slots interface {
 	Write([]SlotWrite) error
 }
 
-// Places is implemented by Slots that also know the locations of seeds without slots.
+// Places is implemented by Slots that also know which blueprints seeds without slots can grow.
 type Places interface {
 	Slots
-	// Fits returns an error if a blueprint of the given size cannot grow there.
+	// Fits returns an error if the seed cannot grow a blueprint of the given size.
 	Fits(g Germination, size int) error
 }
 
@@ -332,8 +332,8 @@ func (n *Network) deliver() {
 	}
 }
 
-// HoldEvents holds back the events of the network and its lattices until deliver is called. It serves
-// callers that hold a lock needed by listeners, and call deliver after unlocking.
+// HoldEvents holds back the events of the network and its lattices until deliver is called. It is
+// meant for callers that hold a lock needed by listeners, which call deliver after unlocking.
 func (n *Network) HoldEvents() (deliver func()) {
 	n.hold(1)
 	return sync.OnceFunc(func() {
@@ -350,8 +350,8 @@ func (n *Network) hold(more int) {
 	}
 }
 
-// If seeds of a layer are being grafted, these arrays follow those of its lattice: the seeds, and the
-// parameters of their slots when grafting began.
+// If k seeds of a layer are being grafted, these arrays follow the arrays of its lattice. They hold
+// the numbers of the seeds, and the parameters that their slots had when grafting began.
 const (
 	keptSeeds   = "kept_seeds"   // uint32 [k]
 	keptWeights = "kept_weights" // float64 [k, weights]
@@ -360,7 +360,7 @@ const (
 
 // Arrays returns a copy of the network's complete state as named arrays: the arrays of every
 // lattice (see [Lattice.Arrays]) and the saved parameters of slots with seeds being grafted. The
-// layer's name and a dot precede the name of each array.
+// name of each array starts with the name of its layer and a dot.
 func (n *Network) Arrays() (all []Array) {
 	defer n.lock()()
 	for i, layer := range n.layers {
@@ -446,7 +446,7 @@ func (n *Network) Load(arrays []Array) (install func(), err error) {
 	}, nil
 }
 
-// checkImage is adapt for callers that do not hold the lock.
+// checkImage acquires the lock and calls adapt.
 func (l *Lattice) checkImage(img *image) error {
 	l.mu.RLock()
 	defer l.mu.RUnlock()

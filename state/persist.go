@@ -319,8 +319,8 @@ func (c config) check() error {
 }
 
 // renumber maps the kinds of the seeds from the numbers of the program that saved them to this
-// program's numbers. names lists the former. It reports whether any number has changed. It returns an
-// error if a kind in use is not registered.
+// program's numbers. names lists the kinds of the program that saved them. renumber reports whether
+// any number has changed. It returns an error if a kind in use is not registered.
 func (img *image) renumber(names []string) (changed bool, err error) {
 	s := img.seeds
 	for i, number := range s.kind {
@@ -384,7 +384,7 @@ func (img *image) checkSeed(i int) error {
 	case s.stageErrors[i] > s.stageTrials[i]:
 		return fmt.Errorf("%d errors in %d trials", s.stageErrors[i], s.stageTrials[i])
 	case s.nonFiniteReported[i] > addSaturating(s.nonFiniteX[i], int(s.nonFiniteG[i])):
-		return fmt.Errorf("it has reported %d NaN and Inf, but %d and %d were seen", s.nonFiniteReported[i],
+		return fmt.Errorf("it has reported %d NaN and Inf, but saw %d in activations and %d in gradients", s.nonFiniteReported[i],
 			s.nonFiniteX[i], s.nonFiniteG[i])
 	}
 
@@ -550,7 +550,7 @@ func (h *header) emptySeeds(stored []columns.Column) (*seedState, error) {
 	}
 	want := columns.RowWidth((&seedState{past: make([][]uint32, h.Config.Transitions)}).columns())
 	if have := columns.RowWidth(stored); 2*have < want {
-		return nil, fmt.Errorf("%w: header: the fields take %d bytes a seed, want %d",
+		return nil, fmt.Errorf("%w: header: the fields take %d bytes per seed, want %d",
 			ErrCorrupt, have, want)
 	}
 	return newSeedState(h.Seeds, h.Config.Transitions), nil

@@ -32,8 +32,9 @@ type SeedReport struct {
 	LastUpdate    int     // epoch of the last change of the stage or α
 	Performance   float64 // rounded to half precision, as is Stability
 	Stability     float64
-	// Delta is the performance minus that without the seed or, if the latter was never measured,
-	// minus the first one reported in this stage. It is 0 if unknown.
+	// Delta is the performance minus the performance without the seed. If the latter was never
+	// measured, it is the performance minus the first one reported in this stage. It is 0 if
+	// unknown.
 	Delta float64
 	// Improvement is the relative improvement over the performance without the seed or, if that was
 	// never measured, over the first one reported since germination. It is 0 if unknown.
@@ -209,7 +210,7 @@ func (s *seedState) gradient(i int) Gradient {
 // ring holds the telemetry of the most recent passes in transport form: one array per field, with
 // normal-quality figures as bfloat16 and α as Float16. It is not saved with the lattice.
 type ring struct {
-	frames []frame // oldest first from next on, once the ring is full
+	frames []frame // once the ring is full, frames[next] is the oldest
 	next   int
 }
 
@@ -228,7 +229,8 @@ type frame struct {
 	gradients  bool // whether the backward pass has reported
 }
 
-// push stores the pass p in place of the oldest one, after the seeds have recorded its health.
+// push stores the pass p in place of the oldest one. The seeds must already have recorded the
+// health measured in p.
 func (r *ring) push(l *Lattice, p *Pass, sample func(seed int) HealthSample) {
 	if l.config.History == 0 {
 		return
@@ -288,7 +290,7 @@ func (r *ring) addGradient(l *Lattice, p *Pass) {
 	}
 }
 
-// History returns the reports of the most recent passes that measured, oldest first, up to the
+// History returns reports of the most recent passes that measured any seed, oldest first, up to the
 // number set by [WithHistory].
 //
 // Each report holds the figures of the seeds measured in that pass, and the stage, slot, kind and α

@@ -41,20 +41,20 @@ type seedState struct {
 	gradVariance []uint16 // bfloat16
 	gradMax      []uint16 // bfloat16
 
-	// Moments of the input chunk, in double precision because clamps and drift depend on their
-	// differences: of the last pass; merged over passes, with their weight in elements; and the
-	// merged ones at the end of the last epoch.
+	// Moments of the input chunk: step* of the last pass, run* merged over passes and weighted by
+	// the number of elements, and epoch* a copy of run* from the end of the last epoch. They have
+	// double precision, because clamps and drift depend on small differences between them.
 	stepMean, stepVariance, stepCount []float64
 	runMean, runVariance, runCount    []float64
 	epochMean, epochVariance          []float64
 	drift                             []float32
 
-	// Moments of the per-row norm of the chunk's gradient, merged over passes, with their weight in
-	// rows.
+	// Moments of the per-row norm of the chunk's gradient, merged over passes and weighted by the
+	// number of rows.
 	normMean, normVariance, normCount []float64
 
 	nonFiniteX, nonFiniteG []uint32 // number of NaN and Inf seen
-	nonFiniteReported      []uint32 // how many of both were reported by events
+	nonFiniteReported      []uint32 // number of both together that events have reported
 	clips                  []uint64 // clipped rows of the gradient
 
 	embargoUntil       []uint32 // end of the embargo
@@ -85,7 +85,7 @@ type seedState struct {
 	crc    []uint32 // CRC-32 over the seed's number and all fields above
 }
 
-// columns returns the fields that the checksum covers, in its order.
+// columns returns the fields that the checksum covers, in the order of its input.
 func (s *seedState) columns() (all []columns.Column) {
 	for _, f := range []struct {
 		name  string

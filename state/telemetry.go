@@ -113,7 +113,8 @@ func (p *Pass) seeds() int {
 func (l *Lattice) Begin(p *Pass, record bool) { l.BeginAhead(p, record, 0) }
 
 // BeginAhead is like [Lattice.Begin] for a pass that starts before the results of the given number of
-// earlier passes have been recorded. The telemetry samples the passes as if they had been.
+// earlier passes have been recorded. Sampling counts those passes as if their results had been
+// recorded.
 func (l *Lattice) BeginAhead(p *Pass, record bool, ahead int) {
 	if p == nil {
 		return
@@ -440,8 +441,8 @@ func (n *Network) Obey(commands ...Command) error {
 // carries out the commands submitted to any of them.
 //
 // exchange receives the commands submitted here and returns the commands of all processes, in the
-// same order everywhere, and the index of the first own command. If it fails, its error becomes the
-// answer to all commands submitted here, and ApplyShared returns it.
+// same order in every process, and the index of the first command of this process. If it fails, its
+// error becomes the answer to all commands submitted here, and ApplyShared returns it.
 func (n *Network) ApplyShared(exchange func(own [][]Command) (all [][]Command,
 	at int, err error)) error {
 	waiting := n.queue.take(false)
@@ -452,7 +453,7 @@ func (n *Network) ApplyShared(exchange func(own [][]Command) (all [][]Command,
 
 	all, at, err := exchange(own)
 	if err == nil && (at < 0 || at+len(own) > len(all)) {
-		err = fmt.Errorf("state.ApplyShared: %w: exchange returned %d own commands of %d at index %d", ErrArgument,
+		err = fmt.Errorf("state.ApplyShared: %w: %d own submissions do not fit among the %d that exchange returned, from index %d", ErrArgument,
 			len(own), len(all), at)
 	}
 

@@ -12,7 +12,7 @@ import (
 	"github.com/kasmina-go/kasmina/state/graft"
 )
 
-// ErrClosed is wrapped by the answer to commands submitted to a closed network.
+// ErrClosed is wrapped by the error that answers commands submitted to a closed network.
 var ErrClosed = errors.New("the network is closed: nothing runs the model")
 
 // queue holds the commands that wait for Apply.
@@ -72,11 +72,11 @@ func (n *Network) Submit(commands ...Command) <-chan error {
 	return done
 }
 
-var errListener = errors.New("state.Submit: a listener panicked before the commands' turn: nothing was " +
+var errListener = errors.New("state.Submit: a listener panicked before the commands were carried out: nothing was " +
 	"done")
 
 var errSubmit = fmt.Errorf("state.Submit: %w: use Network.Do to act at once, or Network.Open when "+
-	"something runs it again", ErrClosed)
+	"something runs the model again", ErrClosed)
 
 // Close declares that Apply will not be called again. All queued commands, and any submitted later,
 // are answered with an error wrapping ErrClosed. Nothing else changes.
@@ -163,7 +163,7 @@ func (t *transaction) doAll(commands []Command) error {
 	return nil
 }
 
-// transaction records the changes of a group of commands so that they can be undone.
+// transaction carries out a group of commands and records their changes so that they can be undone.
 type transaction struct {
 	*Network
 	before map[int]table          // lattices that received commands, as they were before
@@ -234,7 +234,7 @@ func (l *Lattice) at(seed int) (Stage, int) {
 }
 
 // parameters notes how the slot of a seed changes after the seed has carried out command c. from is
-// the former stage of the seed, and kept holds the parameters that were saved of the slot.
+// the former stage of the seed, and kept holds the saved parameters of the slot, if any.
 func (t *transaction) parameters(c Command, slot address, from Stage,
 	kept *SlotParams) (err error) {
 	l := t.Lattice(c.Layer)

@@ -12,9 +12,10 @@ import (
 
 // Adapters is a controller for frozen models (llm.TrainConfig.Frozen) with lattices created with
 // state.WithoutGates. Before the first step it plants LoRA blueprints at weights, within a budget of
-// parameters, and moves them to FineTuning at once, where they learn blended in. This does not
-// disturb the model, because a LoRA adds nothing initially. Adapters makes no further decisions, so
-// the blueprints stay until the trainer fossilizes them, which merges them into the weights.
+// parameters, and moves them to FineTuning at once, so that they are fully blended in while they
+// learn. This does not disturb the model, because a new LoRA adds 0. Adapters makes no further
+// decisions, so the blueprints stay until the trainer fossilizes them, which merges them into the
+// weights.
 //
 // With Unhealthiest, gradients determine the rank of each weight's LoRA. Each singular value σ of a
 // weight's gradient corresponds to a direction that one rank could follow. Directions are chosen in
@@ -72,8 +73,8 @@ func (a *Adapters) Heard(of func(layer, seed int) []float64) {
 // place is a candidate for a LoRA.
 type place struct {
 	layer, seed, rank int
-	cost              int // number of parameters per rank
-	last              float64
+	cost              int     // number of parameters per rank
+	last              float64 // smallest singular value among the chosen directions
 }
 
 // Decide returns the commands that plant the LoRA blueprints, or nil unless all seeds are dormant.
@@ -157,7 +158,8 @@ func (a *Adapters) followGradients(places []*place) {
 	}
 }
 
-// spread gives places the full rank as far as the budget goes, in order or at random.
+// spread visits the places in order or at random, and gives the full rank to each one that still
+// fits the budget.
 func (a *Adapters) spread(places []*place) {
 	order := slices.Clone(places)
 	if a.Where == AtRandom {

@@ -22,7 +22,7 @@ func (h *Heuristic) Affords(reports []state.Report) error {
 
 	return affords("control.Heuristic", h.MaxParameters, reports, h.cost,
 		func(site blueprints.Site) string {
-			if site == blueprints.Weight { // the field and its value, for the error
+			if site == blueprints.Weight { // the name and the value of the field
 				return fmt.Sprintf("Rank, %d", h.Rank)
 			}
 			return fmt.Sprintf("Features, %d", h.Features)
@@ -61,8 +61,8 @@ func (a *Adapters) Affords(reports []state.Report) error {
 //
 // The function cost returns the parameters of a seed's blueprint, or 0 if none fits or the number is
 // unknown. If it returns 0 for all seeds and the last of them is on a chunk, the numbers count as unknown,
-// which is no error. For errors, controller is the controller's name, and sizeField returns the name and
-// value of the field that determines the size of blueprints at a site.
+// and affords returns nil. For errors, controller is the controller's name, and sizeField returns the name
+// and value of the field that determines the size of blueprints at a site.
 func affords(controller string, maxParameters int, reports []state.Report,
 	cost func(layer int, r *state.Report, seed int) int, sizeField func(blueprints.Site) string) error {
 	const none = math.MaxInt

@@ -12,9 +12,9 @@ import (
 )
 
 // Depth is a controller that lets a model grow in depth. The model starts with few blocks, which
-// makes steps fast, and gets more blocks when it learns more slowly. The decisions depend only on the
-// curve of the run's loss, so a resumed run decides as if it had not been interrupted. All shares are
-// fractions of the run's budget or, without one, of its steps.
+// makes steps fast, and gets more blocks once its loss falls more slowly. The decisions depend only
+// on the curve of the run's loss, so a resumed run decides as if it had not been interrupted. All
+// shares are fractions of the run's budget or, without one, of its steps.
 type Depth struct {
 	Kind blueprints.Kind // a kind of depth, such as blueprints.Stack
 	Size int             // size of the growth, as defined by the kind
@@ -23,19 +23,19 @@ type Depth struct {
 	// Begin and End are the shares between which growth may start. At End, the model grows
 	// regardless of the curve.
 	//
-	// With a Begin of 0, no share is fixed. Instead, the model grows once the loss has been flat (see
-	// Flat) from some share until Delay times that share. If that has not happened by End, the model
-	// still learns as fast as a larger one would for its cost, so it never grows.
+	// If Begin is 0, growth may start at any share before End: the model grows once the loss has
+	// stayed flat (see Flat) from some share s until the share Delay·s. If that has not happened by
+	// End, more blocks are not worth their cost, so the model never grows.
 	Begin, End float64
 	// Delay, used if Begin is 0, is the factor by which the share must grow while the loss stays
 	// flat. 0 means 1.5.
 	Delay float64 `json:",omitempty"`
-	// Flat defines when the loss is flat, which is when each doubling of the spent share lowers it by
-	// at most Flat times as much as at its fastest.
+	// Flat defines when the loss counts as flat: when a doubling of the spent share lowers it by at
+	// most Flat times as much as a doubling did at its fastest.
 	//
-	// 0 means the inverse of the cost of a step after growth, in steps before growth. If the grown
-	// model then learns as much per step as this one did at its fastest, it learns more in the same
-	// time.
+	// 0 means 1/c, where a step of the grown model costs c times as much as a step of the current
+	// one. If the grown model then learns as much per step as the current one did at its fastest,
+	// it learns more in the same time.
 	Flat float64
 	// Settle is the share that passes between a growth and its evaluation. Patience is the share
 	// after which a growth that does not pay off is rolled back.
@@ -111,7 +111,7 @@ const leastPoints = 8
 
 // LeastEpochs returns the minimum number of epochs of a run in which a growth can be judged, since
 // the shares before Begin and during Settle must each contain enough points to determine the slope of
-// the loss. The curve contains one point per every epochs.
+// the loss. The curve has one point for each group of `every` epochs.
 func (d *Depth) LeastEpochs(l *state.Lattice, every int) (int, error) {
 	if err := d.Check(); err != nil {
 		return 0, err

@@ -25,10 +25,10 @@ import (
 // why.
 //
 // In a run limited by steps or tokens, rather than by time or FLOPs, larger steps cost nothing, so the
-// predictions always favor growing as early as possible. Such a run delays its first growth until a token
-// saves the current model less than the token costs, or until it has spent the share at which [Depth]
+// predictions always favor growing as early as possible. Such a run delays its first growth until the
+// time that would be best if larger steps did cost more, or until it has spent the share at which [Depth]
 // begins to consider growth by default. It grows at the latest when Depth would by default, unless so few
-// tokens are left for each parameter that growth would not pay off even without a price.
+// tokens are left for each parameter that growth would not pay off even though larger steps cost nothing.
 //
 // Once the grown model has settled, the prediction is corrected by the losses measured since. The growth
 // is rolled back if the corrected prediction is worse than the prediction without the growth, by more
@@ -52,8 +52,9 @@ type Forecast struct {
 	// equal.
 	Tolerance float64
 	// Patient replaces Tolerance in the last condition. Before the first growth, the model waits if growing later is
-	// better by more than a fifth of Tolerance, and before further growths, if growing later is better at all. According
-	// to the law, this lowers the final loss a little, but no run on a GPU has confirmed that yet (docs/lab/growth.md).
+	// better by more than a fifth of Tolerance, and before further growths, if growing later is better at all.
+	// According to the predictions, this lowers the final loss a little, but no run on a GPU has confirmed that yet
+	// (docs/lab/growth.md).
 	Patient bool `json:",omitempty"`
 	// Trained means that the model was trained before the run. Because the number of tokens is unknown,
 	// 20 tokens for each parameter in the model's blocks are assumed.
@@ -210,10 +211,11 @@ func (f *Forecast) free(r state.Report) int {
 // An era is a part of a run between consecutive growths, or before the first or after the last one.
 type era struct {
 	epoch  int     // number of epochs that had ended when the era began
-	blocks int     // of the model
-	size   float64 // see outlook
-	// offset is the number of tokens that the model is worth, minus the number of tokens that the run has
-	// seen; see outlook.worth. Before the first growth, it is the number of tokens seen before the run.
+	blocks int     // number of blocks of the model
+	size   float64 // size of the model in tokens; see outlook
+	// A grown model counts as if it had seen a different number of tokens than the run has; see
+	// outlook.worth. offset is that number minus the number of tokens of the run. Before the first
+	// growth, it is the number of tokens seen before the run.
 	offset float64
 	points []state.Point // of the curve
 }
@@ -263,7 +265,7 @@ func (f *Forecast) eras(r state.Report, plan state.RunPlan) (all []era) {
 }
 
 // tokens returns a function that converts a number of epochs to the number of tokens that the era's model
-// is worth.
+// counts as having seen.
 func (e era) tokens(plan state.RunPlan) func(epochs int) float64 {
 	return func(epochs int) float64 { return e.offset + plan.EpochTokens*float64(epochs) }
 }
@@ -395,8 +397,8 @@ func (f *Forecast) view(r state.Report) (v view) {
 
 	price := func(g growthOption) growthOption { return priced(g, plan.PerToken) }
 
-	// Without a fit, the predictions can only be ranked. The plan is made without one, because a law cannot be
-	// fitted to the steep start.
+	// Without a fit, the predictions can only be ranked. The plan is made without one, because the law cannot
+	// be fitted to the steep start of the curve.
 	v.fitted = len(e.points) >= leastPoints && (len(eras) > 1 || planned(e.points[:len(e.points)-1])) &&
 		v.fitLaw(r.Curve[0].Loss, e.points, e.tokens(plan))
 	if !v.fitted {
@@ -446,8 +448,8 @@ func (f *Forecast) view(r state.Report) (v view) {
 	case !flat():
 		v.reason = "; it waits, because the loss still falls fast"
 	case plan.PerToken && now.Share < perTokenBegin && v.seen < best:
-		v.reason = fmt.Sprintf("; it waits, because a token of the small model saves more than its cost until %.3g "+
-			"million tokens", best/1e6)
+		v.reason = fmt.Sprintf("; it waits, because tokens are better spent on the small model until it has seen %.3g "+
+			"million", best/1e6)
 	case stay-grow <= margin || grow-later > waiting:
 		v.reason = "; it waits, because a later growth would end lower"
 	default:

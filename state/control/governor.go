@@ -10,8 +10,8 @@ import (
 )
 
 // Governor supervises every controller. It compares the model with its twin, which lacks the
-// blueprints on trial, and rolls these back at once if they do harm, no matter who planted them.
-// The embargo then keeps their seeds empty for a while.
+// blueprints on trial, and rolls the blueprints back at once if they do harm, no matter which
+// controller planted them. The embargo then keeps their seeds empty for a while.
 type Governor struct {
 	// Harm is the largest tolerated increase in loss over the model without the blueprints, in nats
 	// per token. Sure is the share of the text's batches that must show an increase for it to count.

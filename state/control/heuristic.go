@@ -3,9 +3,9 @@
 //
 // [Heuristic] plants blueprints where a layer looks unhealthy and guides them through their life.
 // [Forecast] grows a model by whole blocks if it predicts that this pays off by the end of the run,
-// [Depth] does so when the loss flattens, and [Schedule] at fixed shares of a run. [Adapters] plants LoRAs in a frozen model. [Together] combines controllers for
-// different sites, and [DryRun] prints the commands of a controller. [Governor] supervises them and
-// rolls harmful blueprints back.
+// [Depth] does so when the loss flattens, and [Schedule] at fixed shares of a run. [Adapters] plants
+// LoRAs in a frozen model. [Together] combines controllers for different sites, and [DryRun] prints
+// the commands of a controller. [Governor] supervises them and rolls harmful blueprints back.
 //
 // Pass a controller to a trainer with llm.Trainer's method Grow. The optional interfaces of package state,
 // such as state.Planner and state.CostLearner, describe what else a controller can do before and during a run.
@@ -28,10 +28,6 @@ import (
 // soon as its gate opens. It gives up blueprints that have failed or remain behind a shut gate for
 // too long, and recycles their seeds. Create one with [NewHeuristic].
 //
-// At a weight it plants a LoRA, and in the stream a Perceptron, where the gradient of the weight,
-// or of the preceding block, is largest per parameter. The only health problem of such a seed is
-// hunger.
-//
 // The health of a chunk is judged by the largest of four ratios. If it is at least 1, the chunk is
 // unhealthy:
 //
@@ -43,6 +39,10 @@ import (
 // The problem determines the blueprint. A hungry chunk gets the first kind in Capacity that fits the
 // layer's slots, a dead one a Residual, which can shift it, and a silent or spiky one an
 // AttentionGate, which can scale its features.
+//
+// A seed at a weight gets a LoRA, and a seed in the stream a Perceptron. Such a seed has no chunk and
+// can only be hungry, which is judged by the gradient of the weight, or of the preceding block, per
+// parameter.
 //
 // Blueprints that are ready in the same epoch are grafted together and judged by their combined
 // effect. No more are grafted until these are fossilized or given up. The strategy is
@@ -56,7 +56,7 @@ type Heuristic struct {
 	PerEpoch      int // maximum number of germinations per epoch
 	Begin, End    int // germinations take place in epochs [Begin, End)
 	Patience      int // number of epochs behind a shut gate after which a blueprint is given up
-	RampEpochs    int // duration of a grafting, in epochs, that is neither accelerated nor delayed
+	RampEpochs    int // duration of a grafting in epochs, if its strategy neither accelerates nor delays it
 
 	Hunger, Dead, Silence, Spike, Drift float64
 	Capacity                            []blueprints.Kind // in order of preference
@@ -174,9 +174,10 @@ var errNoLattice = fmt.Errorf("control: LeastEpochs: %w: the lattice is nil: sta
 	state.ErrArgument)
 
 // LeastEpochs returns the minimum number of epochs after which a blueprint that h plants in the
-// lattice can be fossilized, if blueprints are evaluated once per every epochs. It returns 0 for a
-// lattice in depth and for one created with [state.WithoutGates], which has no thresholds. An error
-// names a stage in which the patience of h ends before the gate can open.
+// lattice can be fossilized, if blueprints are evaluated once in `every` epochs. It returns 0 for a
+// lattice in depth and for one created with [state.WithoutGates], which has no thresholds. It
+// returns an error that names the stage if the Patience of h ends before the gate out of a stage
+// can open.
 func (h *Heuristic) LeastEpochs(l *state.Lattice, every int) (epochs int, err error) {
 	if err := h.Check(); err != nil {
 		return 0, err

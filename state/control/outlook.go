@@ -10,9 +10,10 @@ import (
 //
 //	L(S, T) = level + gain·(1/√T + 1/√S)
 //
-// for a model of size S that has seen T tokens: the size of the model limits the loss like a text of S
-// tokens would. Level and gain are fitted to the curve of the run, and the exponents and the size of a
-// block to earlier runs (docs/lab/growth.md). Which prediction is the lowest does not depend on the fit.
+// for a model of size S that has seen T tokens: the size of the model limits the loss in the same way as
+// a text of S tokens would. Level and gain are fitted to the curve of the run. The exponents and the
+// size of a block come from earlier runs (docs/lab/growth.md). Which prediction is the lowest does not
+// depend on level and gain.
 type outlook struct {
 	level, gain float64
 
@@ -21,10 +22,10 @@ type outlook struct {
 	rest float64 // tokens that the current model could still see
 }
 
-// blockSize returns the size that a block with the given number of parameters adds to a model, in tokens.
-// It is proportional to the number of parameters up to that of the models to which the law was fitted. Wider
-// blocks add less for each parameter: models of 124 million parameters gain from more blocks after far
-// fewer tokens for each parameter.
+// blockSize returns the size that a block with the given number of parameters adds to a model, in tokens. Up
+// to fittedBlock, the size of the blocks to which the law was fitted, it is proportional to the number of
+// parameters. Wider blocks add less for each parameter: models of 124 million parameters gain from more
+// blocks after far fewer tokens for each parameter.
 func blockSize(parameters float64) float64 {
 	wider := max(1, parameters/fittedBlock)
 	return saturation * parameters / wider * math.Pow(wider, widerPower)
@@ -76,9 +77,10 @@ func (o outlook) grow(g growthOption, further float64) float64 {
 	return loss
 }
 
-// fromStart returns the lowest final loss of a model that has had more blocks since the start of the run, and the factor
-// by which it has more. The candidates have as many blocks as the given growths, or the growths that can follow them,
-// would lead to. tokens is the number of tokens that the current model would see in the whole run.
+// fromStart returns the lowest final loss of a model that has had more blocks since the start of the run, and that
+// number of blocks as a multiple of the current one. The candidates are the models to which the given growths, and
+// the growths that can follow them, would lead. tokens is the number of tokens that the current model would see in
+// the whole run.
 func (o outlook) fromStart(all []growthOption, tokens float64) (loss, factor float64) {
 	loss = math.Inf(1)
 	for _, g := range all {
@@ -93,7 +95,8 @@ func (o outlook) fromStart(all []growthOption, tokens float64) (loss, factor flo
 	return loss, factor
 }
 
-// delays are the delays that later tries, as multiples of the number of tokens seen so far.
+// delays are the delays that the method later tries, as multiples of the number of tokens seen so
+// far.
 var delays = []float64{0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32}
 
 // later returns the lowest final loss of a run that grows later, and the number of tokens before that
@@ -117,8 +120,9 @@ func (o outlook) best(g growthOption) float64 {
 	return root * root
 }
 
-// leastLevel returns the minimum level of a fit to a curve that started at one loss and has reached another: 0.12 of
-// the former, but 0.25 to 0.4 of the latter. Without it, the steep start would make predictions far too low.
+// leastLevel returns the minimum level of a fit to a curve that started at the loss start and has reached the given
+// loss: 0.12 times start, but at least 0.25 and at most 0.4 times loss. Without this minimum, the steep start of the
+// curve would make predictions far too low.
 func leastLevel(start, loss float64) float64 { return max(0.25*loss, min(0.12*start, 0.4*loss)) }
 
 // fitLaw fits level and gain to a part of a curve that started at a loss of start, using only the second half of

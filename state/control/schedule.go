@@ -14,8 +14,8 @@ import (
 //
 // The last growth is never judged, and its seed stays in stage Grafting until the end of the run. An
 // earlier growth must be fossilized before the next can start, so the next one waits until the
-// lattice's gates let the earlier one pass. The trainer still rolls back a growth when a step
-// diverges, after which nothing grows any more.
+// earlier one has passed the lattice's gates. The trainer still rolls back a growth when a step
+// diverges, and after that, the model no longer grows.
 type Schedule struct {
 	Growths []Planned // in order of their shares
 }

@@ -168,7 +168,7 @@ func newEntry(s Strategy) (Entry, error) {
 	}
 	if !reflect.DeepEqual(entry.Strategy, s) {
 		return Entry{}, fmt.Errorf("strategy %q: the %T %+v is stored as %s, which is loaded as "+
-			"the %T %+v: its parameters must be exported fields that JSON keeps",
+			"the %T %+v: its parameters must be exported fields that JSON encodes",
 			s.Name(), s, s, params, entry.Strategy, entry.Strategy)
 	}
 	return entry, nil

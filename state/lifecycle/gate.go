@@ -121,8 +121,8 @@ type Evidence struct {
 	// Resting means that the parameters are reported, and are not finite, all 0 or unchanged since
 	// the previous report.
 	Resting bool
-	// Delta is the performance minus that without the seed or, if they were never compared, minus
-	// the first one reported in this stage.
+	// Delta is the performance minus the performance without the seed. If the two were never
+	// compared, it is the performance minus the first one reported in this stage.
 	Delta float64
 	// Improvement is (performance − p)/|p|, where p is the performance without the seed or, if they
 	// were never compared, the first one reported since germination.

@@ -69,9 +69,11 @@ func ReductionByName(name string) (Reduction, error) {
 type Config struct {
 	Mode      Mode      `json:"mode"`
 	Reduction Reduction `json:"reduction"`
-	// Every makes mode Sampling measure one pass in Every. 0 and 1 mean every pass.
+	// Every makes mode Sampling measure only every n-th pass, where n is Every. 0 and 1 mean every
+	// pass.
 	Every int `json:"every"`
-	// Share makes mode Sampling measure this share of the seeds, in turn. 0 and 1 mean all seeds.
+	// Share makes mode Sampling measure only this share of the seeds in a pass, with all seeds
+	// taking turns. 0 and 1 mean all seeds.
 	Share float64 `json:"share"`
 }
 
