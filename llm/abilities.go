@@ -66,9 +66,10 @@ type Listener interface {
 // A PreferenceMeter is an [Engine] that can train on preference pairs.
 type PreferenceMeter interface {
 	Engine
-	// LogProbs returns the log-probabilities of the targets of a batch, and 0 for tokens without target.
+	// LogProbs returns the log-probabilities of the targets of a batch, and 0 for tokens without a
+	// target.
 	LogProbs(ctx context.Context, b data.Batch) ([]float64, error)
-	// TakePreferences returns the figures of all pairs since the last call, at all ranks together.
+	// TakePreferences returns the figures of all pairs since the last call, of all ranks together.
 	TakePreferences() op.PreferenceFigures
 }
 
@@ -89,7 +90,7 @@ type Kept interface {
 	// The keys of from name the parameters whose values and optimizer state are taken from the kept
 	// ones, and the values of from are the previous names of these parameters. Their values on the
 	// host are not read; [Engine.Pull] copies them there. All other parameters are read from the
-	// host. After an error, the parameters are still kept.
+	// host. If Engine returns an error, Kept still holds the parameters.
 	Engine(from map[string]string) (Engine, error)
 	// Close frees everything that was not taken over by an engine.
 	Close() error
@@ -125,7 +126,7 @@ type MemoryPlan struct {
 	Workspace int // of matrix products on a device
 }
 
-// Total returns the sum.
+// Total returns the sum of all fields.
 func (p MemoryPlan) Total() int { return p.Weights + p.Gradients + p.Moments + p.Run + p.Workspace }
 
 // MemoryPlan returns the memory that the run needs. ok is false if the engine is not a [MemoryPlanner].
@@ -194,8 +195,10 @@ type Busier interface {
 type ParallelStepper interface {
 	Parallel
 	// StepBatches combines Batches and Update, and returns their errors. If it returns no error, the
-	// update has been applied, unless a loss is not finite. Before the update, every rank has
-	// received the words of all ranks.
+	// update has been applied, unless a loss is not finite.
+	//
+	// word is a message to the other ranks. No rank applies the update before it has received the
+	// words of all ranks.
 	StepBatches(n int, next func() (data.Batch, error), word []byte) (StepResult, error)
 }
 
@@ -204,5 +207,5 @@ type StepResult struct {
 	Losses []float64 // of the step's batches
 	Norm   float64   // of the gradient
 	Made   bool      // the update was applied, or may have been
-	Words  [][]byte  // by rank; nil if the ranks have not agreed on an update
+	Words  [][]byte  // messages by rank; nil if the ranks have not agreed on an update
 }

@@ -21,8 +21,8 @@ import (
 // once. By default, training changes only the adapters. Parameters that [TrainConfig.Tuned] names change
 // in both models.
 //
-// The initial values of a depend only on the seed and the names of the targets. It is an error if m has
-// adapters already.
+// The initial values of the adapters depend only on the seed and the names of the targets. It is an
+// error if m has adapters already.
 func Adapt(m *Model, a LoRA, seed uint64) (*Model, error) {
 	return adapt(m, a, func(p ParamSpec) func() float64 {
 		h := fnv.New64a()
@@ -108,7 +108,7 @@ func (a *Adapter) fits(c Config, dt tensor.Dtype) error {
 	case a == nil:
 		return errors.New("it is nil")
 	case a.LoRA.IsZero() && len(a.Seeds) == 0:
-		return errors.New("it has neither low-rank adapters nor seeds")
+		return errors.New("the adapter has neither low-rank adapters nor seeds")
 	}
 	if err := a.seedsFit(c, dt); err != nil || a.LoRA.IsZero() {
 		return err
@@ -141,8 +141,8 @@ func adapt(m *Model, a LoRA, start func(ParamSpec) func() float64) (*Model, erro
 // adapted implements adapt for a model that is locked.
 func (m *Model) adapted(a LoRA, start func(ParamSpec) func() float64) (next *Model, err error) {
 	if !m.Config.Adapter.IsZero() {
-		return nil, errors.New("llm: Adapt: the model has adapters already: adapt the model that it was made " +
-			"of, or merge them with Model.Plain")
+		return nil, errors.New("llm: Adapt: the model has adapters already: adapt the original model, or " +
+			"merge them with Model.Plain")
 	}
 
 	c := m.Config

@@ -139,7 +139,7 @@ func (c Config) adaptable() []string {
 // adapts reports whether a layer has an adapter.
 func (c Config) adapts(layer string) bool { return slices.Contains(c.Adapter.Targets, layer) }
 
-// layerParam returns the weight of a layer that can have an adapter.
+// layerParam returns the name of the weight of a layer that can have an adapter.
 func (c Config) layerParam(layer string) string {
 	if layer == OutputLayer {
 		return c.headParam()
@@ -228,7 +228,7 @@ func IsAdapterParam(name string) bool {
 		strings.HasSuffix(name, block.EndingEmbeddingB)
 }
 
-// headParam returns the parameter of the output layer.
+// headParam returns the name of the weight of the output layer.
 func (c Config) headParam() string {
 	if c.Untied {
 		return headName

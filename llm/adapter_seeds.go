@@ -16,7 +16,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// A SeedLayer holds the seeds of the Kasmina layer after a block, apart from a model.
+// A SeedLayer holds the seeds of the Kasmina layer after a block, separately from a model.
 type SeedLayer struct {
 	Block  int         // the block before the layer
 	Chunks int         // the number of equal chunks into which the features are divided

@@ -14,9 +14,9 @@ import (
 	"github.com/kasmina-go/kasmina/llm/internal/block"
 )
 
-// An AdapterSet contains low-rank adapters in the form in which a device selects one for each row of a batch, with
-// ordinary products: the matrices of all adapters of a layer are one matrix, and each row drops the parts of the other
-// adapters. Package llm/gpu loads them next to a model.
+// An AdapterSet contains adapters in a form that lets a device apply a different one to each row of a batch with
+// ordinary matrix products. The matrices of all adapters of a layer are stacked into one matrix, and each row is
+// multiplied by 0 in the parts that belong to other adapters. Package llm/gpu loads a set next to a model.
 type AdapterSet struct {
 	n      int
 	layers []stackedLayer // sorted by name
@@ -24,10 +24,10 @@ type AdapterSet struct {
 	values map[string]setParam
 }
 
-// A stackedLayer has the names of a layer's parameters.
+// A stackedLayer identifies a layer with stacked adapters.
 type stackedLayer struct {
 	target  string
-	factors bool // whether one of the adapters is a DoRA
+	factors bool // whether one of the adapters is a DoRA, so that the layer has factors
 }
 
 type setParam struct {
@@ -43,7 +43,8 @@ const (
 	endingSetFactors = ".adapters_factors"
 )
 
-// setMultiple divides the number of rows of a set's matrices. Devices compute such products faster.
+// The stacked rank of a layer is rounded up to a multiple of setMultiple, because devices compute
+// such products faster.
 const setMultiple = 8
 
 // NewAdapterSet returns a set of adapters for a model without adapters, in float32. For adapters with magnitudes

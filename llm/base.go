@@ -25,7 +25,7 @@ func (t *Trainer) omitsBase() bool {
 	return false
 }
 
-// omitsNothing is the function of files with all parameters.
+// omitsNothing is the result of omitted for files with all parameters.
 func omitsNothing(string) bool { return false }
 
 // omitted returns a function that reports which parameters are missing from a checkpoint.
@@ -51,7 +51,7 @@ func (t *Trainer) fileShape(f *modelfile.File, l layout) modelfile.Shape {
 	return s
 }
 
-// checkBase returns an error if a checkpoint without frozen parameters belongs to another model than the
+// checkBase returns an error if a checkpoint without frozen parameters belongs to a model other than the
 // trainer's.
 func (t *Trainer) checkBase(f *modelfile.File) error {
 	want := f.Metadata[modelfile.BaseKey]
@@ -59,8 +59,8 @@ func (t *Trainer) checkBase(f *modelfile.File) error {
 		return nil
 	}
 	if have := t.baseDigest(); have != want {
-		return f.Errorf("%w: the run tuned a model with other weights (their digest is %.12s, and that of this "+
-			"model %.12s), or other parameters of it: resume with the model of the run", ErrArchitecture, want, have)
+		return f.Errorf("%w: the run tuned a model with other weights (its digest is %.12s, and this model's is "+
+			"%.12s), or it tuned other parameters: resume with the model of the run", ErrArchitecture, want, have)
 	}
 	return nil
 }

@@ -33,32 +33,33 @@ type BatcherOptions struct {
 	// up to 512 MiB, or holds 1024 tokens if these take more. A negative number disables it. Batchers of
 	// an [Inference] ignore it and use Tokens instead.
 	Kept int
-	// Adapters are low-rank adapters for the model. Each text uses one of them or none, in the same
+	// Adapters are low-rank adapters for the model. Texts with different adapters, or with none, share
 	// passes; see [Batcher.Adapted]. Batchers of an [Inference] on a device use [Inference.Adapters] instead.
 	Adapters []*Adapter
 	// Tokens is the number of tokens whose keys and values fit in the cache of a batcher of an
-	// [Inference]. They belong to the current texts, and as far as there is room to earlier ones. The
+	// [Inference]. The cache holds the current texts and, as long as there is room, earlier ones. The
 	// default is 1024 tokens for each of Texts, or the model's context if that is more.
 	Tokens int
-	// Lookup is the largest number of tokens that a text may be extended by in one pass, if it repeats an
-	// earlier part of itself. The tokens are the same as without it (Saxena, "Prompt lookup decoding", 2023), except
-	// that the logits of a GPU depend on the number of tokens in a pass by rounding errors. With Lookup, the host
-	// draws the tokens.
+	// Lookup, if not 0, speeds up texts that repeat earlier parts of themselves: a pass may check up to Lookup
+	// proposed tokens of a text, which are copied from its earlier part (Saxena, "Prompt lookup decoding", 2023).
+	// The generated tokens are the same as without Lookup, except that on a GPU, rounding errors depend on the
+	// number of tokens in a pass. With Lookup, the host draws the tokens.
 	Lookup int
 }
 
-// Batcher continues any number of texts at the same time. Each pass over the model computes
-// one token for every waiting text, so that all texts share a single read of the weights. Texts may join
-// and leave between any two passes (Yu et al., "Orca: A Distributed Serving System for Transformer-Based
+// Batcher continues any number of texts at the same time. Each pass over the model computes one token
+// for every waiting text, so the weights are read only once for all texts. Texts may join and leave
+// between any two passes (Yu et al., "Orca: A Distributed Serving System for Transformer-Based
 // Generative Models", 2022).
 //
 // Any number of goroutines may use a Batcher at the same time. While a trainer runs, each pass waits for the
 // end of the current step.
 type Batcher struct {
-	model     *Model         // or nil
-	compact   *CompactModel  // replaces the model if that is nil
-	inference *Inference     // replaces both if they are nil; closed with the batcher
-	pages     *kvcache.Pages // of the inference
+	// Exactly one of model, compact and inference is set. The inference is closed with the batcher.
+	model     *Model
+	compact   *CompactModel
+	inference *Inference
+	pages     *kvcache.Pages // of the inference; otherwise nil
 	config    Config
 	options   BatcherOptions
 	stop      func(error)
@@ -78,16 +79,16 @@ type Batcher struct {
 	selected  lowrank.Selection
 	rowSet    []int        // adapters of the rows of a pass on a device
 	kept      []*batchText // most recently used first
-	seen      uint64       // changes of the model at the last pass
-	shape     uint64       // and the state of its blocks
+	seen      uint64       // number of changes of the model at the last pass
+	shape     uint64       // state of the model's blocks at the last pass
 	attached  []attachedSeed
 	last      time.Duration // time of the last pass
 	passes    int
 	landed    time.Time // when the last flight ended
 }
 
-// passShape is the shape of a graph for a pass: the number of tokens, of tokens that get logits, and of
-// positions, or 0 for all.
+// passShape is the shape of a graph for a pass: the number of tokens, the number of tokens that get
+// logits, and the number of positions (0 means all).
 type passShape struct{ rows, wanted, positions int }
 
 // withSpans makes a ForLogits graph process the given number of tokens of arbitrary sequences, which
@@ -320,7 +321,7 @@ func (b *Batcher) submit(j *batchJob) error {
 	return j.err
 }
 
-// check returns an error for tokens that no model of this size can follow.
+// check returns an error if there are no tokens, too many for the model, or some outside its vocabulary.
 func (b *Batcher) check(tokens []int) error {
 	if n := len(tokens); n == 0 || n > b.config.Seq {
 		return fmt.Errorf("there are %d tokens, want 1 to %d", n, b.config.Seq)
@@ -661,7 +662,7 @@ func (b *Batcher) keep(t *batchText) {
 	}
 }
 
-// prepare detects changes to the model since the last pass.
+// prepare detects changes to the model since the last pass and discards what they invalidate.
 func (b *Batcher) prepare() error {
 	if b.model == nil {
 		if b.adapters == nil && b.compact != nil { // a compact model does not change

@@ -29,7 +29,7 @@ func (b Budget) Check() error {
 	}
 
 	if set > 1 || b.Time < 0 || b.Tokens < 0 || !(b.FLOPs >= 0) || math.IsInf(b.FLOPs, 0) {
-		return fmt.Errorf("llm: TrainConfig.Budget is %+v, want one field above 0 at most, the "+
+		return fmt.Errorf("llm: TrainConfig.Budget is %+v, want at most one field above 0 and the "+
 			"others 0", b)
 	}
 
@@ -57,7 +57,8 @@ func (b Budget) Plus(c Budget) Budget {
 // budgetShares is the resolution of a run's spent share, coarse enough to keep records short.
 const budgetShares = 1024
 
-// ShareOf returns the spent share of b, from 0 to 1, rounded down; 0 for the zero Budget.
+// ShareOf returns the spent share of b, from 0 to 1, rounded down to a multiple of 1/1024. It
+// returns 0 for the zero Budget.
 func (b Budget) ShareOf(spent Budget) float64 {
 	var s float64
 	switch {

@@ -267,8 +267,8 @@ var ErrFolderInUse = folderlock.ErrInUse
 func ClaimFolder(dir string) (release func() error, err error) {
 	release, err = folderlock.Claim(dir)
 	if err != nil {
-		return nil, fmt.Errorf("llm: ClaimFolder: %s: %w; name another folder for this one, or "+
-			"wait for the other program", dir, err)
+		return nil, fmt.Errorf("llm: ClaimFolder: %s: %w; choose another folder, or wait for "+
+			"the other program to finish", dir, err)
 	}
 	return release, nil
 }

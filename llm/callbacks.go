@@ -47,7 +47,8 @@ type EvaluateOption func(*evaluateConfig)
 
 type evaluateConfig struct{ quick *data.Evaluation }
 
-// WithQuick evaluates a different text, such as a part of the held-out text, before the last step.
+// WithQuick uses a different text, such as a part of the held-out text, for all evaluations except
+// the one after the last step.
 func WithQuick(text *data.Evaluation) EvaluateOption {
 	return func(c *evaluateConfig) { c.quick = text }
 }
@@ -89,9 +90,9 @@ func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOpti
 // steps (0 for never) and after the last step, and emits Sampled. If path is not empty, it also
 // writes the latest sample to the file at path, creating missing directories.
 //
-// An empty prompt starts a new document, provided that the tokenizer is a BPE or implements
-// EndOfDocument() int like one. Ids outside the tokenizer's vocabulary are not drawn. Every sample
-// uses the same random seed.
+// An empty prompt starts a new document, provided that the tokenizer is a [tokenizer.DocumentEnder]
+// with such a token. Ids outside the tokenizer's vocabulary are not drawn. Every sample uses the
+// same random seed.
 //
 // Invalid arguments and an unwritable path fail the run before its first step. If the logits of the model
 // are not finite, the run ends with ErrDiverged.

@@ -18,7 +18,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// training is the part of a run's state that is not a tensor.
+// training holds the parts of a run's state that are not tensors.
 type training struct {
 	Step         int               `json:"step"`
 	Settings     settings.Settings `json:"settings"`

@@ -15,7 +15,7 @@ import (
 
 // CompactModel is a model for inference on a CPU, with matrices in float32, bfloat16 or q8_0. It takes
 // half the memory of a [Model] in bfloat16 and about a quarter in q8_0, and it generates text faster,
-// because the time per token is about the time to read the weights.
+// because most of the time for a token is spent reading the weights.
 //
 // All other values and all arithmetic remain in float32. A [Batcher] computes the same logits for a text,
 // bit for bit, no matter how many other texts it continues at the same time.

@@ -45,7 +45,8 @@ type Config struct {
 	// lattice, after the lattices of the Kasmina layers and before the lattice of depth.
 	Weights []WeightSite `json:"weights,omitempty"`
 	Streams []int        `json:"streams,omitempty"`
-	// LoRAAlpha is LoRA's α, such that the product is multiplied by LoRAAlpha/rank. 0 means the rank.
+	// LoRAAlpha is the α of LoRAs planted at weights: their product is multiplied by LoRAAlpha/rank.
+	// 0 means that α is the rank.
 	LoRAAlpha float64 `json:"lora_alpha,omitempty"`
 	// Grown records how the model acquired its blocks. The trainer sets it.
 	Grown []Grown `json:"grown,omitempty"`
@@ -120,7 +121,8 @@ func (o KasminaOptions) check() error {
 	return nil
 }
 
-// Options returns the options of a layer in a graph for training or for another purpose.
+// Options returns the options for op.Kasmina in a graph for training or, unless training is set,
+// for another purpose.
 func (o KasminaOptions) Options(training bool) []op.KasminaOption {
 	opts := []op.KasminaOption{op.WithStability(o.Stability)}
 	if o.Epsilon > 0 {
@@ -200,7 +202,7 @@ func (c Config) Knows(ids iter.Seq[int]) error {
 	}
 	for id := range ids {
 		if id < 0 || id >= c.Vocab {
-			return fmt.Errorf("token %d is outside the model's vocabulary of Config.Vocab, %d: "+
+			return fmt.Errorf("token %d is outside the model's vocabulary (Config.Vocab is %d): "+
 				"it comes from another tokenizer", id, c.Vocab)
 		}
 	}

@@ -43,7 +43,7 @@ func (d *Decoding) settle(tokens []int) {
 const unknownToken = -1
 
 // Draw implements [DrawFunc]. It needs a machine that draws tokens, except for the first token of a text and for
-// samplers with log-probabilities.
+// samplers that report log-probabilities.
 func (d *Decoding) Draw(ctx context.Context, tokens []int, s *sampler.Sampler, last bool) (int, error) {
 	n := len(tokens)
 

@@ -177,7 +177,7 @@ func (t *Trainer) checkBaseFrozen() error {
 	for _, name := range t.Model.Base.Names() {
 		if typ, _, _, _ := t.Model.Base.Matrix(name); t.Config.Learns(name) {
 			return fmt.Errorf("llm: NewTrainer: %s learns, but the model holds it as %v: add adapters with Adapt, or "+
-				"name the parameters that learn for LoadFrozen", name, typ)
+				"pass the names of the parameters that learn to LoadFrozen", name, typ)
 		}
 	}
 	return nil

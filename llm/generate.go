@@ -10,15 +10,15 @@ import (
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
-// Generator draws text from a model, token by token, on the CPU. Each token attends to as many tokens
-// as the model's training sequences contained.
+// Generator draws text from a model, token by token. Each token attends to at most Config.Seq tokens,
+// the length of the model's training sequences.
 //
 // Up to that length, each token takes only a pass over a single row, since keys and values are
 // cached. Beyond it, every new token shifts the positions of the others and takes a pass over the
 // whole window.
 //
-// Only one goroutine may use a Generator at a time. While a trainer runs, each token waits for the end of
-// the current step.
+// Only one goroutine may use a Generator at a time, unless it belongs to a [Batcher]. While a trainer
+// runs, each token waits for the end of the current step.
 type Generator struct {
 	config  Config
 	decoder func() (logitsFunc, error)
@@ -27,7 +27,8 @@ type Generator struct {
 	embed   func(ctx context.Context, texts [][]int, p Pooling) ([][]float64, error) // nil if it cannot
 }
 
-// NewGenerator returns a generator that uses the model's current parameters at each call.
+// NewGenerator returns a generator that runs on the CPU and uses the model's current parameters at
+// each call.
 func NewGenerator(m *Model) (*Generator, error) {
 	defer take(m)()
 	i := &Inference{Model: m}

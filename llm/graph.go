@@ -37,26 +37,26 @@ type Graph struct {
 	Kind    GraphKind
 	Batch   int            // sequences
 	IDs     *gorgonia.Node // int [Batch·Seq]
-	Targets *gorgonia.Node // int [Batch·Seq], negative where nothing is predicted; nil ForLogits
-	Starts  *gorgonia.Node // int [Batch·Seq], Batch.Starts; nil without Config.Documents, and ForLogits
+	Targets *gorgonia.Node // int [Batch·Seq], negative where nothing is predicted; nil in ForLogits graphs
+	Starts  *gorgonia.Node // int [Batch·Seq], Batch.Starts; nil without Config.Documents and in ForLogits graphs
 	// Positions holds the position of each row, an int [Batch·Seq] like Batch.Positions. It is nil
 	// unless the model uses learned position embeddings, in which case rows may have any position.
 	Positions *gorgonia.Node
-	Loss      *gorgonia.Node // mean cross-entropy in nats per token, or loss of pairs; nil ForLogits
+	Loss      *gorgonia.Node // mean cross-entropy in nats per token, or loss of pairs; nil in ForLogits graphs
 	// Answers and Reference are the inputs of a graph with the loss of preference pairs: an int
 	// [Batch·Seq] like Batch.Answers, and numbers [Batch·Seq] like Batch.Reference.
 	Answers, Reference *gorgonia.Node
 	// LogProbs [Batch·Seq] holds the log-probabilities of the targets in a graph with WithLogProbs.
 	LogProbs *gorgonia.Node
-	// Rows selects, ForLogits, the rows of Batch·Seq for which logits are computed: an int [Batch],
-	// [Batch·Seq] with WithAllPositions, or [n] with WithRows(n).
+	// Rows selects, in ForLogits graphs, the rows of Batch·Seq for which logits are computed: an
+	// int [Batch], [Batch·Seq] with WithAllPositions, or [n] with WithRows(n).
 	Rows *gorgonia.Node
 	// Position is the position, int [1], of the single token of a ForLogits graph that caches the
 	// keys and values of the tokens before it. It is nil in other graphs, which use Rows instead.
 	Position *gorgonia.Node
 	// Pages assigns the rows to sequences in pages: see [kvcache.Spans.PageTable]. It is nil in other graphs.
 	Pages  *gorgonia.Node
-	Logits *gorgonia.Node // [len(Rows), Vocab], ForLogits
+	Logits *gorgonia.Node // [len(Rows), Vocab], in ForLogits graphs
 	// Adapters selects an adapter of a set for each row, by its index; the number of adapters stands for none. It is an
 	// int [len(IDs)], and nil without [WithAdapterSet].
 	Adapters *gorgonia.Node
@@ -76,7 +76,7 @@ type Graph struct {
 
 	share   *gorgonia.Node // the batch's share of the loss of a step, if that is an input
 	shares  int            // batches in a step, if share is an input
-	key     *gorgonia.Node // int [1], of the masks of dropout; nil without dropout
+	key     *gorgonia.Node // int [1], random key of the dropout masks; nil without dropout
 	listens bool           // built with withGradients
 	blocks  *block.Builder // builder of its blocks
 	keeps   bool           // its Outputs include keys and values
@@ -617,7 +617,7 @@ func (b *graphBuilder) tuning(i int) (t block.Tuning) {
 	return t
 }
 
-// dropoutKey returns the input with the key of the masks of dropout.
+// dropoutKey returns the input for the random key of the dropout masks.
 func (b *graphBuilder) dropoutKey() *gorgonia.Node {
 	if b.out.key == nil {
 		b.out.key = gorgonia.NewTensor(b.g, tensor.Int, 1, gorgonia.WithShape(1),

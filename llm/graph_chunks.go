@@ -40,8 +40,8 @@ func attachedTo(n *state.Network) (all []attachedSeed) {
 	return all
 }
 
-// kasmina adds a Kasmina layer to x, and adds to its output, chunk by chunk, the kinds that are computed
-// as graphs: y + α(t(x) − x).
+// kasmina applies a Kasmina layer to x. To each chunk y of its output that has an attached seed, it adds
+// α(t(x) − x).
 func (b *graphBuilder) kasmina(layer int, x, weights, scales *gorgonia.Node) (*gorgonia.Node, error) {
 	l, opts := b.Kasmina.Lattice(layer), b.KasminaOptions.Options(b.trains())
 	own := map[int]graft.Row{} // by seed

@@ -24,7 +24,7 @@ type graphSeeds struct {
 	planted  []Planted
 	attached []attachedSeed
 	pass     state.Pass
-	drawn    bool // α is drawn around its schedule, as in training
+	drawn    bool // whether to draw α with noise, as in training
 
 	streams gorgonia.Nodes   // inputs of the blocks and of the last norm
 	health  gorgonia.Nodes   // health of each planted seed's input; nil except in training

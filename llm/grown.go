@@ -30,8 +30,8 @@ func (c Config) checkGrown() error {
 		switch {
 		case len(g.Order) != blocks || before < 1 || before >= blocks ||
 			slices.Min(g.Order) < blueprints.NewBlock:
-			return fmt.Errorf("llm: Config.Grown: growth %d orders %d blocks out of %d, "+
-				"want %d out of fewer", i, len(g.Order), before, blocks)
+			return fmt.Errorf("llm: Config.Grown: growth %d arranges %d blocks from %d, "+
+				"want %d from fewer", i, len(g.Order), before, blocks)
 		case g.Seed < 0 || g.Seed >= c.Seeded(g.Site()) || g.Size < 1 || g.Step < 0:
 			return fmt.Errorf("llm: Config.Grown: growth %d is of seed %d of site %v, size %d, at "+
 				"step %d, and there are %d such seeds", i, g.Seed, g.Site(), g.Size, g.Step,

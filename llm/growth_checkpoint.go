@@ -11,7 +11,7 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// A snapshotState is the part of a snapshot that is not a tensor.
+// A snapshotState holds the parts of a snapshot that are not tensors.
 type snapshotState struct {
 	Seeds     []state.Address `json:"seeds"`
 	Config    Config          `json:"config"`
@@ -19,7 +19,7 @@ type snapshotState struct {
 	LossScale *LossScale      `json:"loss_scale,omitempty"`
 }
 
-// A twinState is the part of a twin that is not a tensor.
+// A twinState holds the parts of a twin that are not tensors.
 type twinState struct {
 	Trial     []state.Address  `json:"trial"`
 	Loader    data.LoaderState `json:"loader"`
@@ -222,7 +222,7 @@ func (g *growth) loadTwin(r *CheckpointReader) (*twin, error) {
 	}
 
 	if w.rates, _ = rates.([]float64); w.rates == nil || len(w.rates) > r.run.Step {
-		return nil, fmt.Errorf("the model's twin owes steps of shape %v, but the run has made only %d",
+		return nil, fmt.Errorf("the outstanding steps of the model's twin have shape %v, but the run has made only %d",
 			shape, r.run.Step)
 	}
 

@@ -134,7 +134,7 @@ func (i *Inference) lossRunner(cache *map[int]Runner, m ModelParts, b data.Batch
 }
 
 // LogProbs returns the log-probabilities of the targets of a batch in nats, and 0 for tokens without
-// target. It returns context.Cause(ctx) if ctx is done; on the CPU it checks ctx during the batch.
+// a target. It returns context.Cause(ctx) if ctx is done; on the CPU it checks ctx during the batch.
 func (i *Inference) LogProbs(ctx context.Context, b data.Batch) ([]float64, error) {
 	if ctx.Err() != nil {
 		return nil, context.Cause(ctx)

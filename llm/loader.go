@@ -55,9 +55,9 @@ var _ Loader = (*data.Loader)(nil)
 // stepBatches hands out the batches of one step.
 type stepBatches struct {
 	loader  Loader
-	batches int       // of the step
-	targets int       // of the step, or 0 if all batches are weighted equally
-	shares  []float64 // of the batches handed out so far
+	batches int       // number of batches of the step
+	targets int       // number of targets of the step, or 0 if all batches are weighted equally
+	shares  []float64 // shares of the batches handed out so far in the loss of the step
 }
 
 func newStepBatches(l Loader, batches int) *stepBatches {

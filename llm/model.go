@@ -49,7 +49,7 @@ type Model struct {
 	shape    uint64        // number of times the blocks changed; graphs depend on them
 }
 
-// NewModel returns a model with fresh parameters of type dt, float32 or float64. They are drawn from a
+// NewModel returns a model with new parameters of type dt, float32 or float64. They are drawn from a
 // normal distribution with standard deviation 0.02; the weights that write to the residual stream are
 // divided by sqrt(2·Layers) (Radford et al., "Language Models are Unsupervised Multitask Learners",
 // 2019). Norm weights are 1 or, with NormPlusOne, 0; biases are 0; and Kasmina slots start at the
@@ -170,7 +170,7 @@ func (m *Model) Param(name string) *tensor.Dense {
 // Dtype returns the type of the parameters.
 func (m *Model) Dtype() tensor.Dtype { return m.Parts().dtype() }
 
-// NumParams returns the number of trainable values.
+// NumParams returns the number of values in all parameters, including those that do not learn.
 func (m *Model) NumParams() int {
 	n := 0
 	for _, p := range m.Params {

@@ -125,7 +125,7 @@ func layoutIn(f *modelfile.File) (layout, error) {
 	var c layout
 	text, ok := f.Metadata[modelfile.ConfigKey]
 	if !ok {
-		return c, f.Errorf("%w: it has no %q in its metadata, as this package's model files do",
+		return c, f.Errorf("%w: it has no %q in its metadata, which every model file of this package has",
 			ErrArchitecture, modelfile.ConfigKey)
 	}
 

@@ -23,7 +23,8 @@ type paramHolder interface {
 	// Spoil records that the parameters no longer belong to a complete step, because a failed change could
 	// not be undone.
 	Spoil(cause error)
-	// FailAlone records that accessing the parameters has failed here, where other ranks may have succeeded.
+	// FailAlone records that accessing the parameters has failed on this rank, although it may have
+	// succeeded on others.
 	FailAlone(cause error)
 }
 
@@ -106,7 +107,7 @@ func hold(m *Model, h paramHolder) { m.holder = h }
 // holderOf returns the holder of the parameters.
 func holderOf(m *Model) paramHolder { return m.holder }
 
-// spoiledBy returns the failure after which the parameters cannot be saved as the model's, or nil.
+// spoiledBy returns the failure because of which the parameters must not be saved, or nil.
 func spoiledBy(m *Model) error {
 	if m.holder == nil {
 		return nil

@@ -131,7 +131,8 @@ func (m modelState) become(next layout, source func(name string) string,
 	return grown
 }
 
-// findAs records where the engine holds the values of a parameter that equals the parameter from of another model.
+// findAs records that the named parameter has the values of the parameter from of another model, if an engine
+// holds them.
 func (m *modelState) findAs(name string, other modelState, from string) {
 	at, ok := other.From[from]
 	if !ok {

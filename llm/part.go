@@ -201,7 +201,7 @@ func (t *Trainer) saveParts(run *savedRun) (tensors []safetensors.Tensor, metada
 
 		tensors = append(tensors, w.tensors...)
 		if len(w.values) == 0 && own {
-			continue // its tensors and the state of the run say everything
+			continue // its tensors and the state of the run contain everything
 		}
 
 		text, err := json.Marshal(w.values)

@@ -192,7 +192,7 @@ func (p optimizerPart) Save(w *CheckpointWriter) error {
 // Load implements [Part]. Trainer.setStates passes the state to the optimizer later, because the optimizer may reject it.
 func (p optimizerPart) Load(r *CheckpointReader) (install func(), err error) {
 	if data := r.run.options.newData; data != nil && !data.Optimizer {
-		return nil, nil // the optimizer starts afresh
+		return nil, nil // the optimizer starts from scratch
 	}
 
 	all, err := momentsIn(r.ctx, r.file, modelfile.OptimizerPrefix)

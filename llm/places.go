@@ -12,8 +12,8 @@ type Lattice struct {
 	Site blueprints.Site `json:"site"`
 	// Places lists the seeds' locations, such as "block 3, q", unless their numbers suffice.
 	Places []string `json:"places,omitempty"`
-	// Group is the number of consecutive seeds in a block. It is 0 if seeds belong to no block or
-	// each to a different one.
+	// Group is the number of consecutive seeds that belong to the same block. It is 0 if seeds
+	// belong to no block, or each to a different one.
 	Group int `json:"group,omitempty"`
 }
 

@@ -28,19 +28,21 @@ type RankGrowthConfig struct {
 	// Parameters is the largest number of parameters of the adapters. 0 means as many as the adapters of the
 	// trainer's model have.
 	Parameters int
-	// Times is the number of times that ranks grow: before the first step, and then at equal distances until
-	// the first half of the steps is over. 0 means 3.
+	// Times is the number of times that ranks grow: before the first step, and then at equal intervals
+	// during the first half of the steps. 0 means 3.
 	Times int
-	// Batches is the number of batches of each text that the model listens to at each time. 0 means 8.
+	// Batches is the number of batches of each text on which gradients are measured each time. 0 means
+	// 8.
 	Batches int
 }
 
 // A RankGrowth is a [Part] that grows and prunes the ranks of adapters while a model learns. It requires
 // a model with adapters that have LoRA.Growing set, and ignores the initial values of the adapters.
 //
-// At each time it listens to the new text, and to the old text if there is one. From the gradients of random
-// probes it finds, for each weight w, the directions a of its input along which a rank b·a would gain the most
-// on the new text for its cost on the old text: those with the largest values of
+// Each time, it measures gradients on the new text, and on the old text if there is one. From the gradients of
+// random probes it finds, for each weight w, the directions a of its input along which a new rank b·a would
+// lower the loss on the new text the most, compared with the rise of the loss on the old text. These are the
+// directions with the largest values of
 //
 //	‖g·a‖² / (aᵀ·(c + ε)·a)
 //
@@ -52,7 +54,7 @@ type RankGrowthConfig struct {
 // start with b = 0, so growth does not change the function of the model. Existing ranks keep their values
 // and moments.
 //
-// Before growing, it prunes the ranks that do not pay. The effect of a rank on a text is the mean square of the
+// Before growing, it prunes ranks that are not useful. The effect of a rank on a text is the mean square of the
 // derivative of the loss with respect to a factor on b·a. A rank is pruned if its effect on the new text is small
 // compared with other ranks, or smaller than its effect on the old text.
 //
@@ -197,7 +199,7 @@ func (r *RankGrowth) grow(u Turn) error {
 	// targetsOf omits ranks that have never learned, so growth replaces them like pruned ranks.
 	all := r.targetsOf(now)
 	if err := r.listen(u, now, all); err != nil {
-		return fmt.Errorf("listening to the gradients of the adapters: %w", err)
+		return fmt.Errorf("measuring the gradients of the adapters: %w", err)
 	}
 	pruned := prune(all)
 	parallel.Each(len(all), func(i int) { all[i].findDirections() })
@@ -467,7 +469,7 @@ func joinColumns(x, y []float32, rows, m, n int) []float32 {
 	return all
 }
 
-// prune drops the ranks that do not pay, and returns the number of dropped ranks.
+// prune drops the ranks that are not useful, and returns the number of dropped ranks.
 func prune(all []*rankTarget) (pruned int) {
 	sum, n := 0.0, 0
 	for _, t := range all {
@@ -809,7 +811,7 @@ func (r *RankGrowth) Load(c *CheckpointReader) (install func(), err error) {
 		c.Differs("RankGrowthConfig has Parameters, Times and Batches of %v, and had %v", now, config)
 	}
 	if old != r.oldText() {
-		c.Differs("the old text is another one")
+		c.Differs("the old text is different")
 	}
 	shapes := c.Config().layerShapes()
 	for _, name := range saved.targets {

@@ -199,7 +199,7 @@ func (r *team) refuseStep(e Parallel, why error) {
 	}
 }
 
-// between ends the time between two steps. If a rank has failed or should stop, all ranks stop here.
+// between is called between two steps. If a rank has failed or should stop, it makes all ranks stop.
 func (r *team) between(err error) error {
 	e, heard := r.takeHeard()
 	var received *ranks.Failure // by all ranks

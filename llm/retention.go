@@ -34,10 +34,10 @@ type RetentionConfig struct {
 // that was within the budget, and halves the learning rate. The step count and the position in the data
 // continue, so that the run ends after the planned number of steps with a model within the budget.
 //
-// The rate is halved, rather than freezing some adapters, because all adapters write to the same residual
-// stream: what one of them forgets depends on all others, whereas the rise between two checks shrinks with
-// the rate in any case. When the rate would fall below 1/16 of the scheduled one, hardly anything more can be
-// learned within the budget, and the run ends.
+// It halves the rate instead of freezing some of the adapters, because all adapters write to the same
+// residual stream: how much one of them makes the model forget depends on all others, whereas a lower rate
+// always reduces the rise between two checks. When the rate would fall below 1/16 of the scheduled one,
+// hardly anything more can be learned within the budget, and the run ends.
 //
 // The model must not have seeds in depth, at weights or in the stream, whose growth changes its parameters.
 //
@@ -344,7 +344,7 @@ func (r *Retention) Load(c *CheckpointReader) (install func(), err error) {
 			r.config.Budget, r.config.Every, budget, every)
 	}
 	if text != r.config.Text.Fingerprint() {
-		c.Differs("the old text is another one: its loss is measured again, before the next step")
+		c.Differs("the old text is different: its loss is measured again, before the next step")
 		return func() { r.within = nil }, nil
 	}
 	if f := figures.RateFactor; !(f >= leastRateFactor && f <= 1) {

@@ -76,8 +76,8 @@ func (s *EarlyStopping) Load(r *CheckpointReader) (install func(), err error) {
 		return nil, err
 	}
 	if saved.Patience != s.patience || saved.Least != s.least {
-		r.Differs("it waits for %d evaluations without an improvement of more than %v here, and for %d "+
-			"and %v there", s.patience, s.least, saved.Patience, saved.Least)
+		r.Differs("it waits for %d evaluations without an improvement of more than %v, and the run waited for %d "+
+			"and %v", s.patience, s.least, saved.Patience, saved.Least)
 	}
 	return func() { s.best, s.waited = bestOf(saved.Best), saved.Waited }, nil
 }

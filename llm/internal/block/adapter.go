@@ -18,14 +18,14 @@ type Tuning struct {
 	Selected  map[string][]*lowrank.Adapter
 	Selection *lowrank.Selection
 
-	// Stacked holds, by layer, adapters for a device, among which the input Rows chooses for each row: an int
-	// [rows] with the indices of adapters, or their number for none.
+	// Stacked holds, by layer, the stacked adapters of a graph for a device. The input Rows, an int [rows],
+	// selects an adapter for each row by its index; the number of adapters means none.
 	Stacked map[string]Stacked
 	Rows    *gorgonia.Node
 }
 
-// Stacked are the matrices of n adapters of one layer, below one another. The adapter of row r keeps its part of the
-// narrow product, since the shares of all others are 0:
+// Stacked holds the matrices of n adapters of one layer, stacked on top of one another. For each row, the shares of
+// all adapters other than the row's own are 0, so only its own adapter contributes:
 //
 //	y[r] = f[k] ⊙ (x[r]·wᵀ + (s[k] ⊙ (x[r]·aᵀ))·bᵀ), with the adapter k of row r
 //
@@ -37,7 +37,7 @@ type Stacked struct{ A, B, Shares, Factors *gorgonia.Node }
 //
 //	y = x·wᵀ + Scale·(x·aᵀ)·bᵀ
 //
-// With Magnitude, as in DoRA, m ⊙ y/‖w + Scale·b·a‖, where the norm is that of each row.
+// With Magnitude, as in DoRA, the output is m ⊙ y/‖w + Scale·b·a‖, with the norm of each row.
 type Adapter struct {
 	Layer     string // such as "self_attn.q_proj"
 	Scale     float64

@@ -161,7 +161,8 @@ type Builder struct {
 
 	attentions int // attention layers built so far with Spans
 
-	// for each block built so far: keys and values, or with a Position the cached attentions
+	// Keys and Values hold the keys and values of each block built so far. With a Position, Cached holds
+	// the cached attention of each block instead.
 	Keys, Values, Cached gorgonia.Nodes
 }
 

@@ -70,7 +70,7 @@ func Of(gradient []float32, out, in, rank int) (h Gradient) {
 	return h
 }
 
-// Orthonormal makes the n columns of x Orthonormal. It orthogonalizes each column against the earlier
+// Orthonormal makes the n columns of x orthonormal. It orthogonalizes each column against the earlier
 // ones twice, to compensate for rounding. A column that depends on the earlier ones becomes 0.
 func Orthonormal(x []float32, rows, n int) {
 	column, other := make([]float64, rows), make([]float64, rows)

@@ -9,7 +9,7 @@ import (
 
 // depthHorizon limits how far the law of a curve is extrapolated, as a multiple of the curve's
 // length. Runs usually grow early, and their losses fall ever more slowly. In trials, extrapolating
-// half as far again predicted losses that no model reached, so that good growths were undone.
+// half again as far predicted losses that no model reached, so that good growths were undone.
 const depthHorizon = 1.15
 
 // Depth returns the metrics of a seed in depth during its evaluation: the run's current loss and the

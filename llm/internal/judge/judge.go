@@ -18,9 +18,8 @@ type Judge struct {
 	Text  *data.Evaluation
 	Loss  func(data.Batch) (float64, error) // loss of the current model
 
-	// Trial lists the seeds on trial, which the model's twin has trained without from the start. Without
-	// holds the twin's losses on the batches of the text, or a single infinite loss if the twin has
-	// diverged.
+	// Trial lists the seeds on trial, whose blueprints the model's twin lacks. Without holds the twin's
+	// losses on the batches of the text, or a single infinite loss if the twin has diverged.
 	Trial   []state.Address
 	Without []float64
 }

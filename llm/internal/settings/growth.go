@@ -112,8 +112,8 @@ func optionDifferences(here, there json.RawMessage) []string {
 	return diff
 }
 
-// printable formats JSON for an error. It quotes JSON with control characters, which a terminal could
-// obey.
+// printable formats JSON for an error. It quotes JSON with control characters, which a terminal might
+// interpret.
 func printable(text json.RawMessage) string {
 	s, strange := string(text), func(r rune) bool { return !unicode.IsPrint(r) }
 	if utf8.ValidString(s) && !strings.ContainsFunc(s, strange) {

@@ -176,8 +176,8 @@ func Fields(here, there any) []string {
 	return diff
 }
 
-// shown formats a field for an error. It quotes strings, because a file may hold characters that a
-// terminal would obey.
+// shown formats a field for an error. It quotes strings, because a file may contain control
+// characters that a terminal would interpret.
 func shown(v reflect.Value) string {
 	if v.Kind() == reflect.String {
 		return strconv.Quote(v.String())
