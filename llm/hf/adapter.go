@@ -93,8 +93,9 @@ func modules(c llm.Config, like *Folder) (map[string]string, error) {
 	return names, nil
 }
 
-// LoadAdapter reads adapters in the format of PEFT, LoRA, rsLoRA or DoRA, and returns the model with
-// them. It shares the memory of base's parameters, so that one model can have several adapters.
+// LoadAdapter reads LoRA, rsLoRA or DoRA adapters in PEFT's format, and returns a copy of base with
+// them. The copy shares the memory of base's parameters, so that one model can have several
+// adapters.
 //
 // The argument like is the folder of base. It may be nil if the parameters have the names used by Llama.
 func LoadAdapter(ctx context.Context, dir string, base *llm.Model, like *Folder) (*llm.Model, error) {
@@ -122,7 +123,8 @@ func (f *Folder) WithTexts(adapters string) *Folder {
 	return &g
 }
 
-// AdapterBase returns the name of the model that adapters belong to, from their configuration.
+// AdapterBase returns the name of the model that the adapters in a folder belong to, as stated in
+// their configuration.
 func AdapterBase(dir string) (string, error) {
 	c, err := readAdapterConfig(dir)
 	if err != nil {
@@ -143,8 +145,8 @@ func loadAdapter(ctx context.Context, dir string, base *llm.Model, like *Folder)
 	return base.Attach(a)
 }
 
-// ReadAdapter reads adapters in the format of PEFT, LoRA, rsLoRA or DoRA, or chunk seeds that SaveAdapter has written,
-// for the model of a folder, without reading the model.
+// ReadAdapter reads LoRA, rsLoRA or DoRA adapters in PEFT's format, or chunk seeds that SaveAdapter has written, for
+// the model of a folder. It does not read the model itself.
 func ReadAdapter(ctx context.Context, dir string, f *Folder) (*llm.Adapter, error) {
 	if f == nil || f.weights == nil {
 		return nil, errors.New("hf: ReadAdapter: the folder of the model is nil or its zero value")
@@ -382,7 +384,7 @@ func readAdapterTensor(ctx context.Context, f *safetensors.File, name string, to
 	return nil
 }
 
-// PEFT's names for the matrices of an embedding's adapter, of which it stores the first one transposed, as [rank,
+// PEFT's names for the matrices of an embedding's adapter. PEFT stores the first one transposed, as [rank,
 // vocabulary].
 const (
 	embeddingA = ".lora_embedding_A"

@@ -43,8 +43,8 @@ func eachBlock(c llm.Config) []llm.Block {
 	return all
 }
 
-// changedConfig returns the folder's config.json, updated to the given weight type, to the current number of
-// blocks, and to an output layer of its own.
+// changedConfig returns the folder's config.json, updated for the given weight type, the current number of
+// blocks, and an output layer that may no longer share its weight with the embedding.
 func (s *saving) changedConfig(c llm.Config, d safetensors.DType) ([]byte, error) {
 	var fields map[string]any
 	if err := json.Unmarshal(s.like.config, &fields); err != nil {

@@ -1,6 +1,6 @@
-// Package gguf writes models as GGUF files, which llama.cpp runs, and reads them. It supports the families
-// Llama, Mistral without a window, Qwen 2, Qwen 3, OLMo 2 and GPT-2. The tokenizers are byte-level encodings or
-// byte-pair encodings of SentencePiece. The files include chat templates.
+// Package gguf reads and writes models as GGUF files, the format of llama.cpp. It supports the families
+// Llama, Mistral without a window, Qwen 2, Qwen 3, OLMo 2 and GPT-2, with tokenizers that are byte-level
+// encodings or SentencePiece's byte-pair encodings. The files include the tokenizer and chat templates.
 //
 // A GGUF file has this layout:
 //
@@ -388,7 +388,7 @@ const (
 )
 
 // together returns, in order, the parameters fused into one tensor with the given one. It returns nil
-// if the parameter belongs to an earlier one's tensor.
+// if the parameter belongs to the tensor of an earlier parameter.
 func (a architecture) together(name string) []string {
 	before, after, found := strings.Cut(name, "self_attn.q_proj")
 	switch {

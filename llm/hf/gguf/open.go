@@ -250,7 +250,7 @@ func (d *document) config() (map[string]any, error) {
 	table, ok := d.tensors["token_embd.weight"]
 	switch {
 	case !ok || len(table.Shape) != 2:
-		return nil, errors.New("the tensor token_embd.weight is missing, or no matrix")
+		return nil, errors.New("the tensor token_embd.weight is missing or not a matrix")
 	case dim < 1 || heads < 1:
 		return nil, fmt.Errorf("the field %sembedding_length or %sattention.head_count is missing", prefix, prefix)
 	}
@@ -289,7 +289,7 @@ func (d *document) config() (map[string]any, error) {
 	}
 
 	if n := number("attention.value_length", head); n != head {
-		return nil, fmt.Errorf("values have %d features and keys %d, want as many", n, head)
+		return nil, fmt.Errorf("values have %d features and keys have %d, want the same number", n, head)
 	}
 	if n := number("rope.dimension_count", head); n != head {
 		return nil, fmt.Errorf("%srope.dimension_count is %d, want %d, all features of a head", prefix, n, head)
@@ -551,7 +551,8 @@ func (s segment) bytes() int64 {
 	return int64(s.rows) * row
 }
 
-// row returns where the file has a row. It is the inverse of the order in interleaved.
+// row returns the row of the tensor in the file that holds row i of the segment. It reverses the
+// reordering by interleaved.
 func (s segment) row(i int) int {
 	if s.head == 0 {
 		return s.first + i

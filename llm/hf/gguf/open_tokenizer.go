@@ -173,7 +173,7 @@ func (d *document) vocabulary(size int) (*vocabulary, error) {
 }
 
 // ordinary returns the number of tokens before the added tokens at the end of the vocabulary. Only these added tokens
-// can be missing in the vocabulary of a tokenizer.json, and only if all smaller ids are in use.
+// may be left out of the vocabulary of a tokenizer.json, and only if all smaller ids are in use.
 func (v *vocabulary) ordinary() int {
 	end := len(v.types)
 	for end > 0 && v.types[end-1] == unused {
