@@ -96,6 +96,11 @@ func TestChat(t *testing.T) {
 	require.Equal(t, "\nAye\n", out.String())
 	require.Len(t, p.prompts, 1)
 
+	// So is a line without end.
+	talk, _, _ = newTalk(t, 100)
+	require.ErrorContains(t, talk.run(t.Context(), strings.NewReader(strings.Repeat("a", maxLine+1))),
+		"a line has more than 1048576 bytes: shorten it")
+
 	// Without a template, each line is continued as it is.
 	talk, p, _ = newTalk(t, 100)
 	talk.model.Template = nil

@@ -140,7 +140,9 @@ func (o *evalOptions) openTasks(f *hf.Folder) (all []*tasks.Task, err error) {
 	options := tasks.Options{FewShot: o.fewShot, Limit: o.limit}
 	if o.chat {
 		template, err := f.Template()
-		if err != nil {
+		if errors.Is(err, chat.ErrNoTemplate) {
+			return nil, fmt.Errorf("--chat: the model %s has no chat template: leave --chat out", f.Name())
+		} else if err != nil {
 			return nil, fmt.Errorf("--chat: %w", err)
 		}
 		options.Chat = func(m []chat.Message) (string, error) {
@@ -157,6 +159,9 @@ func (o *evalOptions) openTasks(f *hf.Folder) (all []*tasks.Task, err error) {
 		}
 		if len(o.examples) > 0 {
 			options.Examples = o.examples[min(i, len(o.examples)-1)]
+		}
+		if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
+			return nil, fmt.Errorf("--tasks: %w: give a file with the questions, which are not downloaded", err)
 		}
 		opened, err := tasks.Open(path, options)
 		if err != nil {

@@ -63,16 +63,22 @@ func TestEvalTasksRefuses(t *testing.T) {
 	piqa := taskFiles + "/piqa.jsonl"
 	for line, want := range map[string]string{
 		"":                                                 "nothing to measure: give --data or --tasks",
-		"--tasks none.jsonl":                               "no such file",
+		"--tasks hellaswag":                                "no such file or directory: give a file with the questions, which are not downloaded",
 		"--tasks " + piqa + "=piqb":                        `unknown format "piqb", want one of hellaswag, arc`,
 		"--tasks " + piqa + " --few-shot -2":               "--few-shot is -2",
 		"--tasks " + piqa + " --limit -1":                  "--limit is -1",
 		"--tasks " + piqa + " --answer-tokens 0":           "--answer-tokens is 0",
 		"--tasks " + piqa + "," + piqa:                     `two tasks are called "piqa"`,
 		"--tasks " + piqa + " --few-shot 1 --examples a,b": "--examples has 2 files and --tasks 1",
-		"--tasks " + taskFiles + "/gsm8k.jsonl":            "generate fewer tokens",
+		"--tasks " + taskFiles + "/gsm8k.jsonl":            "permit fewer answer tokens",
 	} {
 		_, err := kasmina(t, append([]string{"eval", "-m", tiny, "--device", "cpu"}, strings.Fields(line)...)...)
 		require.ErrorContains(t, err, want, line)
 	}
+
+	base := filepath.Join(t.TempDir(), "base")
+	require.NoError(t, os.CopyFS(base, os.DirFS(tiny)))
+	require.NoError(t, os.Remove(filepath.Join(base, "chat_template.jinja")))
+	_, err := kasmina(t, "eval", "-m", base, "--device", "cpu", "--tasks", piqa, "--chat")
+	require.ErrorContains(t, err, "--chat: the model base has no chat template: leave --chat out")
 }

@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"bytes"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"strings"
@@ -58,7 +59,9 @@ func (s lineScanner) next() (string, error) {
 	if s.Scan() {
 		return s.Text(), nil
 	}
-	if err := s.Err(); err != nil {
+	if err := s.Err(); errors.Is(err, bufio.ErrTooLong) {
+		return "", fmt.Errorf("a line has more than %d bytes: shorten it", maxLine)
+	} else if err != nil {
 		return "", err
 	}
 	return "", io.EOF

@@ -127,9 +127,8 @@ func (o *common) openModel(ctx context.Context) (m *openedModel, err error) {
 		return nil, err
 	}
 	for _, dir := range m.dirs {
-		if !hf.IsAdapter(dir) {
-			return nil, errors.Join(fmt.Errorf("--adapter: %s has no adapter_config.json: name a folder that kasmina "+
-				"finetune or PEFT has written", dir), m.Close())
+		if err := checkAdapter(dir); err != nil {
+			return nil, errors.Join(fmt.Errorf("--adapter: %w", err), m.Close())
 		}
 		a, err := hf.ReadAdapter(ctx, dir, m.Folder)
 		if err != nil {
@@ -139,6 +138,20 @@ func (o *common) openModel(ctx context.Context) (m *openedModel, err error) {
 	}
 
 	return m, nil
+}
+
+// checkAdapter returns an error unless a folder holds adapters.
+func checkAdapter(dir string) error {
+	if _, err := os.Stat(dir); err != nil {
+		return err
+	}
+	switch {
+	case hf.IsAdapter(dir):
+		return nil
+	case exists(filepath.Join(dir, "config.json")):
+		return fmt.Errorf("%s holds a whole model: name it with --model", dir)
+	}
+	return fmt.Errorf("%s has no adapter_config.json: name a folder that kasmina finetune or PEFT has written", dir)
 }
 
 // openOne is openModel for a command that uses at most one adapter.

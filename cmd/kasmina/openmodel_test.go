@@ -176,7 +176,9 @@ func TestAdapterOptionErrors(t *testing.T) {
 	for want, args := range map[string][]string{
 		"is given 2 times, want once":                 {"generate", "-m", tiny, "--adapter", adapters[0], "--adapter", adapters[1], "-p", "a"},
 		"holds adapters: give their model":            {"generate", "-m", adapters[0], "--adapter", adapters[1], "-p", "a"},
-		"has no adapter_config.json: name a folder":   {"generate", "-m", tiny, "--adapter", tiny, "-p", "a"},
+		"--adapter: stat nowhere: no such file":       {"generate", "-m", tiny, "--adapter", "nowhere", "-p", "a"},
+		"holds a whole model: name it with --model":   {"generate", "-m", tiny, "--adapter", tiny, "-p", "a"},
+		"has no adapter_config.json: name a folder":   {"generate", "-m", tiny, "--adapter", t.TempDir(), "-p", "a"},
 		"some/model, which is not a folder":           {"generate", "-m", lost, "-p", "a"},
 		"adapter 0: it changes the embedding or the":  {"serve", "--addr", "127.0.0.1:0", "-m", tiny, "--adapter", adapters[2]},
 		"another model with the name lora, which":     {"serve", "--addr", "127.0.0.1:0", "-m", tiny, "--adapter", adapters[0], "--adapter", adapters[0]},

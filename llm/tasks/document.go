@@ -46,6 +46,9 @@ func readDocuments(path string) (docs []*document, err error) {
 			continue
 		}
 
+		if row[0] == '[' {
+			return nil, fmt.Errorf("%s:%d: want one JSON object per line, and this is an array", path, line)
+		}
 		d := &document{line: line}
 		if err := json.Unmarshal(row, &d.fields); err != nil {
 			return nil, fmt.Errorf("%s:%d: want one JSON object per line: %w", path, line, err)

@@ -165,7 +165,7 @@ func (e *encoder) question(context string, n int) ([]int, error) {
 	room := e.window - n
 	if room < 1 {
 		return nil, fmt.Errorf("the model's window has %d tokens, and an answer of %d tokens leaves no room "+
-			"for the question: generate fewer tokens", e.window, n)
+			"for the question: permit fewer answer tokens", e.window, n)
 	}
 
 	tokens := e.whole(context, e.beginText)

@@ -137,8 +137,8 @@ func findFormat(name string, d *document) (*format, error) {
 			strings.Join(fits, " or "))
 	}
 
-	return nil, fmt.Errorf("line %d has the fields %s, which match none of the formats %s", d.line, d.names(),
-		strings.Join(Formats(), ", "))
+	return nil, fmt.Errorf("line %d has the fields %s, which match none of the formats %s: name a format to see the fields "+
+		"that it needs", d.line, d.names(), strings.Join(Formats(), ", "))
 }
 
 // fits reports whether a document has the format's fields.

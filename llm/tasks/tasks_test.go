@@ -60,10 +60,12 @@ func TestBadFiles(t *testing.T) {
 		o          Options
 	}{
 		{"", "has no items", Options{}},
-		{"[1]", "file.jsonl:1: want one JSON object per line", Options{}},
+		{"[1]", "file.jsonl:1: want one JSON object per line, and this is an array", Options{}},
+		{"a", "file.jsonl:1: want one JSON object per line: invalid character 'a'", Options{}},
 		{"null", "file.jsonl:1: null", Options{}},
 		{`{"text":"a b"}`, "name the right one, lambada or perplexity", Options{}},
 		{`{"x":1,"b":2}`, `has the fields "b", "x", which match none of the formats hellaswag, arc`, Options{}},
+		{`{"x":1,"b":2}`, "perplexity: name a format to see the fields that it needs", Options{}},
 		{piqa, `unknown format "piqb"`, Options{Format: "piqb"}},
 		{piqa, `has the fields "goal", "label", "sol1", "sol2", and the format lambada needs "text"`,
 			Options{Format: "lambada"}},
@@ -134,7 +136,7 @@ func TestUnscorable(t *testing.T) {
 	all, err := Open("testdata/gsm8k.jsonl", Options{})
 	require.NoError(t, err)
 	_, err = Evaluate(t.Context(), all, model, s)
-	require.ErrorContains(t, err, "generate fewer tokens")
+	require.ErrorContains(t, err, "permit fewer answer tokens")
 }
 
 // broken is a model with logits that are not finite.
