@@ -13,6 +13,7 @@ import (
 
 	"github.com/openai/openai-go/v3"
 	"github.com/openai/openai-go/v3/option"
+	"github.com/openai/openai-go/v3/shared"
 	"github.com/stretchr/testify/require"
 
 	"github.com/kasmina-go/kasmina/internal/randtest"
@@ -120,6 +121,82 @@ func TestOpenAIClient(t *testing.T) {
 	_, err = other.Models.List(t.Context())
 	require.ErrorAs(t, err, &failed)
 	require.Equal(t, 401, failed.StatusCode)
+}
+
+// TestOpenAIClientRequests uses the parameters of requests through OpenAI's client, and checks the errors that it reports.
+func TestOpenAIClientRequests(t *testing.T) {
+	noLeak(t)
+	m := newModel(t, random{3}, toolTemplate)
+	m.Context = 4096
+	c := serveModel(t, m, Options{MaxBody: 20_000})
+	ai := openai.NewClient(option.WithBaseURL(c.url+"/v1"), option.WithAPIKey("any"), option.WithMaxRetries(0))
+	schema := map[string]any{"type": "object", "properties": map[string]any{"x": map[string]any{"enum": []int{1, 2}}},
+		"required": []string{"x"}, "additionalProperties": false}
+	base := openai.ChatCompletionNewParams{Model: "tiny", Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage("Hi")},
+		Seed: openai.Int(1), MaxCompletionTokens: openai.Int(1000)}
+
+	request := base
+	request.ResponseFormat.OfJSONSchema = &shared.ResponseFormatJSONSchemaParam{
+		JSONSchema: shared.ResponseFormatJSONSchemaJSONSchemaParam{Name: "number", Strict: openai.Bool(true), Schema: schema}}
+	request.N = openai.Int(3)
+	answer, err := ai.Chat.Completions.New(t.Context(), request)
+	require.NoError(t, err)
+	require.Len(t, answer.Choices, 3)
+	for _, choice := range answer.Choices {
+		require.Equal(t, "stop", choice.FinishReason)
+		require.Regexp(t, `^\{\s*"x"\s*:\s*[12]\s*\}$`, choice.Message.Content)
+	}
+
+	request = base
+	request.Tools = []openai.ChatCompletionToolUnionParam{openai.ChatCompletionFunctionTool(shared.FunctionDefinitionParam{
+		Name: "g", Parameters: schema})}
+	request.ToolChoice.OfAuto = openai.String("required")
+	request.ParallelToolCalls = openai.Bool(false)
+	answer, err = ai.Chat.Completions.New(t.Context(), request)
+	require.NoError(t, err)
+	require.Equal(t, "tool_calls", answer.Choices[0].FinishReason)
+	calls := answer.Choices[0].Message.ToolCalls
+	require.Len(t, calls, 1)
+	require.Equal(t, "g", calls[0].Function.Name)
+
+	stream := ai.Chat.Completions.NewStreaming(t.Context(), request)
+	var sum openai.ChatCompletionAccumulator
+	for stream.Next() {
+		require.True(t, sum.AddChunk(stream.Current()))
+	}
+	require.NoError(t, stream.Err())
+	require.Equal(t, calls[0].Function.Arguments, sum.Choices[0].Message.ToolCalls[0].Function.Arguments)
+
+	// The model sees the call and its result.
+	request.Messages = append(request.Messages, answer.Choices[0].Message.ToParam(), openai.ToolMessage("42", calls[0].ID))
+	request.ToolChoice.OfAuto = openai.String("none")
+	_, err = ai.Chat.Completions.New(t.Context(), request)
+	require.NoError(t, err)
+
+	texts := ai.Completions.NewStreaming(t.Context(), openai.CompletionNewParams{Model: "tiny", MaxTokens: openai.Int(7),
+		Seed: openai.Int(1), Prompt: openai.CompletionNewParamsPromptUnion{OfString: openai.String("Hi")}})
+	var text strings.Builder
+	for texts.Next() {
+		text.WriteString(texts.Current().Choices[0].Text)
+	}
+	require.NoError(t, texts.Err())
+	require.NotEmpty(t, text.String())
+
+	for want, change := range map[int]func(p *openai.ChatCompletionNewParams){
+		400: func(p *openai.ChatCompletionNewParams) { p.TopP = openai.Float(2) },
+		404: func(p *openai.ChatCompletionNewParams) { p.Model = "other" },
+		413: func(p *openai.ChatCompletionNewParams) {
+			p.Messages = []openai.ChatCompletionMessageParamUnion{openai.UserMessage(strings.Repeat("a", 20_000))}
+		},
+	} {
+		request := base
+		change(&request)
+		_, err := ai.Chat.Completions.New(t.Context(), request)
+		var failed *openai.Error
+		require.ErrorAs(t, err, &failed)
+		require.Equal(t, want, failed.StatusCode)
+		require.NotEmpty(t, failed.Message)
+	}
 }
 
 // TestManyClients lets 32 clients use the server until it has given many answers. Some disconnect and some send nonsense. All

@@ -2,6 +2,7 @@ package serve
 
 import (
 	"encoding/json"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -99,4 +100,51 @@ func TestToolErrors(t *testing.T) {
 	require.Contains(t, string(text), "tool: not found\n")
 	require.Contains(t, string(text), "user: Here:\n")
 	require.InDelta(t, len(got), c.ok(messagesPath+"/count_tokens", body+"}")["input_tokens"], 0)
+}
+
+// TestTextStream checks that the parts of a stream add up to the whole answer, with its log-probabilities, for several texts
+// with several answers each.
+func TestTextStream(t *testing.T) {
+	c := serve(t, random{2}, Options{})
+	for _, more := range []string{"", `,"logprobs":2`, `,"echo":true`, `,"stop":["e"]`, `,"max_tokens":0`} {
+		body := `{"prompt":["ab","c"],"n":2,"seed":3,"temperature":1,"max_tokens":9` + more
+		whole := c.ok(textPath, body+"}")
+
+		events := c.stream(textPath, body+`,"stream":true,"stream_options":{"include_usage":true}}`)
+		require.Equal(t, "[DONE]", events[len(events)-1].data)
+		last := events[len(events)-2]
+		require.Empty(t, last.at("choices"))
+		require.Equal(t, whole["usage"], last.object["usage"])
+
+		for i := range 4 {
+			var text string
+			var reasons, tokens, probs, offsets []any
+			for _, e := range events[:len(events)-2] {
+				require.Nil(t, e.object["usage"])
+				if e.at("choices.0.index") != float64(i) {
+					continue
+				}
+				text += e.at("choices.0.text").(string)
+				if reason := e.at("choices.0.finish_reason"); reason != nil {
+					reasons = append(reasons, reason)
+				}
+				if p, ok := e.at("choices.0.logprobs").(map[string]any); ok {
+					tokens = append(tokens, p["tokens"].([]any)...)
+					probs = append(probs, p["token_logprobs"].([]any)...)
+					offsets = append(offsets, p["text_offset"].([]any)...)
+				}
+			}
+
+			choice := object(whole.at("choices").([]any)[i].(map[string]any))
+			require.Equal(t, choice["text"], text, more)
+			require.Equal(t, []any{choice["finish_reason"]}, reasons, more)
+			if strings.Contains(more, "logprobs") {
+				require.Equal(t, choice.at("logprobs.tokens"), tokens)
+				require.Equal(t, choice.at("logprobs.token_logprobs"), probs)
+				require.Equal(t, choice.at("logprobs.text_offset"), offsets)
+			} else {
+				require.Empty(t, tokens)
+			}
+		}
+	}
 }

@@ -452,6 +452,7 @@ func TestMessagesForTemplate(t *testing.T) {
 		delete(a, "x")
 		n := c.ok(messagesPath+"/count_tokens", body)
 		require.Equal(t, a.at("usage.input_tokens"), n["input_tokens"])
+		require.Equal(t, n, c.ok(messagesPath+"/count_tokens", strings.Replace(body, `"max_tokens":5,`, "", 1)))
 	}
 }
 
@@ -602,7 +603,7 @@ func TestToolCalls(t *testing.T) {
 // TestMessages checks the answers of Anthropic's API, whole and streamed.
 func TestMessages(t *testing.T) {
 	body := `{"max_tokens":300,"temperature":0,"messages":[{"role":"user","content":"Hi"}],` +
-		`"stop_sequences":["STOP"],"tools":[{"name":"f","input_schema":{}}]`
+		`"stop_sequences":["STOP"],"top_p":0.9,"top_k":40,"metadata":{"user_id":"me"},"tools":[{"name":"f","input_schema":{}}]`
 	for _, k := range []struct {
 		answer, want, reason string
 		stop                 any
@@ -627,8 +628,20 @@ func TestMessages(t *testing.T) {
 
 		var text, names strings.Builder
 		var input, reason string
+		started, stopped := 0, 0
 		for _, e := range c.stream(messagesPath, body+`,"stream":true}`) {
 			require.Equal(t, e.name, e.at("type"))
+			switch index := e.at("index"); e.name { // blocks follow each other
+			case "content_block_start":
+				require.InDelta(t, started, index, 0)
+				require.Equal(t, started, stopped)
+				started++
+			case "content_block_delta":
+				require.InDelta(t, started-1, index, 0)
+			case "content_block_stop":
+				require.InDelta(t, stopped, index, 0)
+				stopped++
+			}
 			if e.name != "content_block_delta" {
 				names.WriteString(e.name + " ")
 			}
