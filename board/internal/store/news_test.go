@@ -241,3 +241,53 @@ func TestResumedInProcess(t *testing.T) {
 	r.Take(e)
 	require.EqualValues(t, 7, r.Series().Time[6])
 }
+
+// TestReplacedRun checks that a run that starts over shows nothing of the run before, whose log it continues. The
+// process before it may have been killed at any record.
+func TestReplacedRun(t *testing.T) {
+	lines := func(steps int, more string) (all []string) {
+		all = append(all, fmt.Sprintf(`{"event":"start","step":0,"steps":%d,"params":%d%s}`, steps, 10*steps, more))
+		for step := range 3 {
+			at := fmt.Sprintf(`"step":%d,"elapsed_s":%d`, step, step)
+			for _, record := range []string{`"event":"note","text":"x"`, `"event":"sample","text":"x"`,
+				`"event":"ceiling","ceiling":{"product":1e12,"copy":1e9,"type":"float32"}`,
+				`"event":"epoch","epoch":1,"layer":0,"states":[{"seed":0,"stage":"Training"}]`,
+				`"event":"reshaped","text":"grown","params":7,"all_params":9,"seeds":2`,
+				`"event":"eval","val_loss":1,"val_bpb":1`, `"event":"saved","path":"m"`,
+				`"event":"step","train_loss":3,"tokens_per_s":5,"flops_per_s":6e11`} {
+				all = append(all, "{"+record+","+at+"}")
+			}
+		}
+		return all
+	}
+	read := func(r *Run, lines []string) {
+		for _, line := range lines {
+			var l runlog.Record
+			require.NoError(t, json.Unmarshal([]byte(line), &l))
+			r.Read(l)
+		}
+	}
+	picture := func(r *Run) string {
+		full := r.Full()
+		full.Lattice.Version = 0 // neither versions nor numbers of events are used again
+		for i := range full.Groups {
+			full.Groups[i].Number = i
+		}
+		text, err := json.Marshal(full)
+		require.NoError(t, err)
+		return string(text)
+	}
+
+	settings := map[string]string{"data": "text"}
+	replaced := append(lines(50, `,"machine":{"cores":"2"},"share":0.5,"budget":"1h"`), `{"event":"failed","step":2,"error":"x"}`)
+	next := lines(40, "")
+	for killed := range replaced {
+		alone, both := NewRun("0", "run", settings), NewRun("0", "run", settings)
+		read(both, replaced[:killed+1])
+		for _, line := range next {
+			read(both, []string{line})
+			read(alone, []string{line})
+			require.Equal(t, picture(alone), picture(both), "killed after %s, then %s", replaced[killed], line)
+		}
+	}
+}

@@ -66,6 +66,10 @@ func (r *Run) read(l runlog.Record) {
 	}
 
 	a := &r.run
+	if l.Event == "start" && l.Step == 0 && a.State != "waiting" {
+		r.startOver()
+	}
+
 	a.Step = l.Step
 	if len(l.Lattices) > 0 && len(l.Lattices) <= maxLayers {
 		r.layers = l.Lattices
@@ -265,6 +269,9 @@ func (r *Run) measured(c optime.Ceiling) {
 // machinePrefix marks the settings that are facts about the computer.
 const machinePrefix = "on: "
 
+// isFact reports whether a setting is a fact about the computer.
+func isFact(name, _ string) bool { return strings.HasPrefix(name, machinePrefix) }
+
 // onMachine adds facts about the computer to the settings. If replace is set, it first removes the
 // facts known so far. The map of settings is replaced rather than modified, because statuses that
 // were returned earlier share it.
@@ -277,9 +284,9 @@ func (r *Run) onMachine(machine map[string]string, replace bool) {
 	if all == nil {
 		all = map[string]string{}
 	}
-	maps.DeleteFunc(all, func(name, _ string) bool {
-		return replace && strings.HasPrefix(name, machinePrefix)
-	})
+	if replace {
+		maps.DeleteFunc(all, isFact)
+	}
 	for _, name := range slices.Sorted(maps.Keys(machine)) { // clipping may make names equal
 		all[machinePrefix+clip(name)] = clip(machine[name])
 	}

@@ -5,6 +5,7 @@ package store
 import (
 	"cmp"
 	"encoding/json"
+	"maps"
 	"math"
 	"slices"
 	"strings"
@@ -77,7 +78,11 @@ func (r *Run) Clear(settings map[string]string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	defer r.changed.Add(1)
+	r.clear(settings)
+}
 
+// clear implements Clear.
+func (r *Run) clear(settings map[string]string) {
 	r.run = waiting(r.id, r.run.Name, settings)
 	r.layers, r.steps, r.evals, r.events, r.samples = nil, steps{}, nil, nil, nil
 	r.groups.cut(func(int) bool { return true })
@@ -99,11 +104,17 @@ func (r *Run) forgetReports() {
 	r.version++
 }
 
-// resumeAt discards everything later than a step, because the run repeats those steps. If the run
-// starts over, resumeAt discards everything.
+// startOver discards everything except the settings, without the facts about the computer. The run may have
+// replaced another run, whose log it continues.
+func (r *Run) startOver() {
+	settings := maps.Clone(r.run.Settings)
+	maps.DeleteFunc(settings, isFact)
+	r.clear(settings)
+}
+
+// resumeAt discards everything later than a step, because the run repeats those steps.
 func (r *Run) resumeAt(step int) {
-	restart := step == 0 && len(r.steps.points) > 0
-	beyond := func(at int) bool { return at > step || restart }
+	beyond := func(at int) bool { return at > step }
 	before := []int{r.steps.thinned, len(r.evals), len(r.events), len(r.samples)}
 
 	r.steps.cut(step)
