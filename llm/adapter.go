@@ -103,10 +103,12 @@ func (a LoRA) withRanks(targets []string, rank func(target string) int) LoRA {
 	return a
 }
 
-// sameShapes reports whether two sets of adapters for a model have the same parameters.
-func (a LoRA) sameShapes(b LoRA) bool {
+// sameLayers reports whether two sets of adapters for a model have the same parameters and factors.
+func (a LoRA) sameLayers(b LoRA) bool {
 	return a.Magnitude == b.Magnitude && slices.Equal(a.Targets, b.Targets) &&
-		!slices.ContainsFunc(a.Targets, func(target string) bool { return a.RankOf(target) != b.RankOf(target) })
+		!slices.ContainsFunc(a.Targets, func(target string) bool {
+			return a.RankOf(target) != b.RankOf(target) || a.ScaleOf(target) != b.ScaleOf(target)
+		})
 }
 
 // AllLinear is the [Config.MatchLayers] pattern for all linear layers of the blocks.

@@ -54,7 +54,8 @@ func WithQuick(text *data.Evaluation) EvaluateOption {
 }
 
 // Evaluate measures the loss on held-out text after every multiple of the given number of steps (0 for
-// never) and after the last step, and emits EvalEnd. It stops when the run's context is done.
+// never) and after the last step, and emits EvalEnd. It stops when the run's context is done. If an earlier callback
+// fails after a step, that step is not evaluated, not even when the run is started again.
 func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOption) Callback {
 	c := evaluateConfig{quick: text}
 	for _, opt := range opts {
@@ -77,11 +78,11 @@ func Evaluate(t *Trainer, text *data.Evaluation, every int, opts ...EvaluateOpti
 		if !e.Last {
 			scored = c.quick
 		}
-		loss, bpb, err := t.Evaluate(scored)
+		loss, bpb, pairs, err := t.evaluate(scored)
 		if err != nil {
 			return unlessStopped(t, err)
 		}
-		t.note(func(e *Event) { e.ValLoss, e.ValBPB = loss, bpb })
+		t.note(func(e *Event) { e.ValLoss, e.ValBPB, e.ValPreferences = loss, bpb, pairs })
 		return t.emit(EvalEnd, nil)
 	}
 }

@@ -263,7 +263,7 @@ func (g *growth) judged() bool {
 func (g *growth) finishStep(loss float64, u update) error {
 	g.twin = g.twin.owing(u.rate, u.norm)
 	if g.t.last.Step%g.t.Config.Epoch != 0 {
-		return g.follow()
+		return nil
 	}
 	if err := g.endEpoch(loss); err != nil {
 		return fmt.Errorf("end of an epoch of the Kasmina layers: %w", err)
@@ -514,11 +514,11 @@ func (g *growth) replay() *Record {
 	return g.options.Replay
 }
 
-// decide returns the commands of the controller, subject to the governor, or the recorded commands if the
-// run follows a record.
+// decide returns the commands of the controller, subject to the governor, or the recorded commands of the
+// controller if the run follows a record.
 func (g *growth) decide(v *judge.Verdict) ([]state.Command, error) {
 	if r := g.replay(); r != nil {
-		return r.Commands(g.t.last.Step), nil
+		return r.commands[g.t.last.Step], nil
 	}
 	own := g.options.Controller.Decide(g.t.Model.Kasmina.Report())
 	if v != nil {
@@ -528,14 +528,20 @@ func (g *growth) decide(v *judge.Verdict) ([]state.Command, error) {
 	return shared(g.t, "the controller's commands", own)
 }
 
-// follow carries out the recorded commands for a step within an epoch. At the end of an epoch, recorded
-// commands are carried out in place of the controller's.
+// follow carries out the recorded commands of a person. The recorded run carried them out when the step was
+// complete, after the hooks of the parts. Within an epoch, all recorded commands are a person's.
 func (g *growth) follow() error {
 	r := g.replay()
 	if r == nil {
 		return nil
 	}
-	for _, c := range r.Commands(g.t.last.Step) {
+
+	step := g.t.last.Step
+	commands := r.steered[step]
+	if step%g.t.Config.Epoch != 0 {
+		commands = r.Commands(step)
+	}
+	for _, c := range commands {
 		if err := g.t.steering.obey([]state.Command{c}); err != nil {
 			return fmt.Errorf("the record of growth: %w", err)
 		}

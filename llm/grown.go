@@ -97,7 +97,7 @@ func (c Config) boundaries() []bool {
 func (c Config) SameBlocks(d Config) bool {
 	return c.Layers == d.Layers && slices.Equal(c.Kasmina, d.Kasmina) &&
 		slices.Equal(c.blocks(), d.blocks()) && slices.Equal(c.Weights, d.Weights) &&
-		slices.Equal(c.Streams, d.Streams) && c.Adapter.sameShapes(d.Adapter) &&
+		slices.Equal(c.Streams, d.Streams) && c.Adapter.sameLayers(d.Adapter) &&
 		slices.EqualFunc(c.Grown, d.Grown, func(a, b Grown) bool {
 			return a.Seed == b.Seed && a.Stream == b.Stream && slices.Equal(a.Order, b.Order)
 		})

@@ -310,7 +310,8 @@ func contentsIn(ctx context.Context, m *Model, f *modelfile.File, c layout,
 			for i, p := range m.Params {
 				copyNumbers(p.Value, read[i].Value)
 			}
-			m.Config.Grown = c.Grown // blueprints of other sizes can lead to the same blocks
+			// Blueprints of other sizes can lead to the same blocks, and ranks can have grown to the same ranks.
+			m.Config.Grown, m.Config.Adapter = c.Grown, c.Adapter
 		} else {
 			become(m, c, read)
 		}

@@ -62,7 +62,10 @@ func (p progressPart) Load(r *CheckpointReader) (install func(), err error) {
 		run.Share = t.Config.Budget.ShareOf(run.Spent)
 	}
 
-	r.differences = t.settings().Differences(run.Settings, t.Config.Schedule)
+	// Rules may depend on shapes, and the model in the checkpoint may have grown.
+	own := t.settings()
+	own.Rules = t.rules(r.run.model.layout)
+	r.differences = own.Differences(run.Settings, t.Config.Schedule)
 	return func() {
 		t.progress = progress{spent: run.Spent, share: run.Share, losses: float64(run.Losses),
 			summed: run.Summed}

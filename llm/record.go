@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"slices"
 
 	"github.com/kasmina-go/kasmina/internal/jsonfloat"
 	"github.com/kasmina-go/kasmina/state"
@@ -21,7 +22,7 @@ import (
 type Decision struct {
 	Step  int     `json:"step"` // number of completed steps
 	Share float64 `json:"share"`
-	// loss averaged over the epoch's steps, for a command
+	// loss averaged over the epoch's steps, for a command of the controller
 	Loss    *jsonfloat.Float `json:"loss,omitempty"`
 	Command *state.Command   `json:"command,omitempty"` // includes the reason for the command
 	Refused string           `json:"refused,omitempty"` // why the command was rejected
@@ -37,7 +38,8 @@ type Decision struct {
 // the record reproduces the recorded run bit for bit; see Growth.Replay. The file may be edited; each
 // line is a [Decision]. A Record is immutable, and any goroutine may call its methods.
 type Record struct {
-	commands map[int][]state.Command // by number of completed steps
+	commands map[int][]state.Command // the controller's, by number of completed steps
+	steered  map[int][]state.Command // those of a person
 	shares   map[int]float64
 	last     int    // step
 	unjudged bool   // whether the recorded run had no text to judge blueprints on
@@ -53,7 +55,7 @@ const maxDecisions = 1 << 20
 // ReadRecord reads the lines written to Growth.Record. If a line is invalid, the error names the
 // first such line.
 func ReadRecord(r io.Reader) (*Record, error) {
-	rec := &Record{commands: map[int][]state.Command{}, shares: map[int]float64{}}
+	rec := &Record{commands: map[int][]state.Command{}, steered: map[int][]state.Command{}, shares: map[int]float64{}}
 	lines := bufio.NewScanner(r)
 	lines.Buffer(nil, 1<<20)
 	n, sum := 0, sha256.New()
@@ -78,7 +80,11 @@ func ReadRecord(r io.Reader) (*Record, error) {
 		rec.last, rec.shares[d.Step] = d.Step, d.Share
 		rec.unjudged = rec.unjudged || d.Unjudged
 		if d.Command != nil && d.Refused == "" {
-			rec.commands[d.Step] = append(rec.commands[d.Step], *d.Command)
+			by := rec.commands
+			if d.Loss == nil && d.Step > 0 { // before the first step, the controller has no loss
+				by = rec.steered
+			}
+			by[d.Step] = append(by[d.Step], *d.Command)
 		}
 	}
 
@@ -91,7 +97,9 @@ func ReadRecord(r io.Reader) (*Record, error) {
 }
 
 // Commands returns the commands that take effect after the given number of steps.
-func (r *Record) Commands(step int) []state.Command { return r.commands[step] }
+func (r *Record) Commands(step int) []state.Command {
+	return slices.Concat(r.commands[step], r.steered[step])
+}
 
 // Share returns the share of the budget that applies from the given step on, if it changed at that step.
 func (r *Record) Share(step int) (share float64, changed bool) {

@@ -287,17 +287,24 @@ func (t *Trainer) settings() *settings.Settings {
 		Growth: cmp.Or(t.growth.grew, t.growth.settings()),
 	}
 
-	if o, ok := t.Optimizer.(optim.Rules); ok {
-		s.Rules = map[string]optim.Rule{}
-		for _, p := range t.Model.Params {
-			if p.Value == nil { // frozen, in the model's Base
-				continue
-			}
-			s.Rules[p.Name] = o.Rule(p.Name, p.Value.Shape())
-		}
+	s.Rules = t.rules(t.Model.layout())
+	return s
+}
+
+// rules returns the optimizer's rules for the parameters of a model, except those in the model's Base.
+func (t *Trainer) rules(l layout) map[string]optim.Rule {
+	o, ok := t.Optimizer.(optim.Rules)
+	if !ok {
+		return nil
 	}
 
-	return s
+	rules := map[string]optim.Rule{}
+	for name, shape := range l.Parameters() {
+		if !t.Model.Base.Has(name) {
+			rules[name] = o.Rule(name, shape)
+		}
+	}
+	return rules
 }
 
 // preferenceText describes the loss of preference pairs, or returns "" for nil.

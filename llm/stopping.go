@@ -15,11 +15,13 @@ type EarlyStopping struct {
 	least    float64
 	best     float64
 	waited   int // evaluations since the best one
+	step     int // step of the latest evaluation
 }
 
 // NewEarlyStopping returns a part that stops the run of a trainer after the given number of consecutive
 // evaluations, at least 1, without lowering the best held-out loss by more than least nats per token. Run
-// then returns an error that wraps [ErrStopped].
+// then returns an error that wraps [ErrStopped]. Running or resuming a run that has stopped returns this error
+// without a further step.
 //
 // [Trainer.Use] adds it to the trainer. The evaluations are performed by an [Evaluate] callback.
 func NewEarlyStopping(t *Trainer, patience int, least float64) (*EarlyStopping, error) {
@@ -38,21 +40,32 @@ func (s *EarlyStopping) Name() string { return "early-stopping" }
 
 // Receive implements [EventReceiver].
 func (s *EarlyStopping) Receive(e Event) error {
-	if e.Kind != EvalEnd {
+	switch e.Kind {
+	case EvalEnd:
+		s.count(e)
+	case RunStart: // the run may have stopped already
+	default:
 		return nil
 	}
 
-	if e.ValLoss < s.best-s.least {
-		s.best, s.waited = e.ValLoss, 0
-		return nil
-	}
-
-	if s.waited++; s.waited < s.patience || e.Last {
+	if s.waited < s.patience || e.Last {
 		return nil
 	}
 
 	return s.t.Stop(fmt.Sprintf("the held-out loss has not improved on %.4f in %d evaluations", s.best,
 		s.waited))
+}
+
+// count counts an evaluation. A step may be evaluated again when its run is started again.
+func (s *EarlyStopping) count(e Event) {
+	switch {
+	case e.Step == s.step && e.Step > 0:
+	case e.ValLoss < s.best-s.least:
+		s.best, s.waited = e.ValLoss, 0
+	default:
+		s.waited++
+	}
+	s.step = e.Step
 }
 
 // stoppingState is the state of an EarlyStopping in a checkpoint.
@@ -61,11 +74,12 @@ type stoppingState struct {
 	Least    float64         `json:"least"`
 	Best     jsonfloat.Float `json:"best"`
 	Waited   int             `json:"waited"`
+	Step     int             `json:"step"` // 0 in checkpoints of earlier versions
 }
 
 // Save implements [Part].
 func (s *EarlyStopping) Save(w *CheckpointWriter) error {
-	w.Value("state", stoppingState{s.patience, s.least, jsonfloat.Float(s.best), s.waited})
+	w.Value("state", stoppingState{s.patience, s.least, jsonfloat.Float(s.best), s.waited, s.step})
 	return nil
 }
 
@@ -79,7 +93,7 @@ func (s *EarlyStopping) Load(r *CheckpointReader) (install func(), err error) {
 		r.Differs("it waits for %d evaluations without an improvement of more than %v, and the run waited for %d "+
 			"and %v", s.patience, s.least, saved.Patience, saved.Least)
 	}
-	return func() { s.best, s.waited = bestOf(saved.Best), saved.Waited }, nil
+	return func() { s.best, s.waited, s.step = bestOf(saved.Best), saved.Waited, saved.Step }, nil
 }
 
 // bestOf returns the best loss in a checkpoint, which is infinite before the first evaluation.

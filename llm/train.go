@@ -740,7 +740,11 @@ func (t *Trainer) count(loss float64, u update, began time.Time) error {
 		return err
 	}
 
-	return t.spend(began)
+	if err := t.spend(began); err != nil {
+		return err
+	}
+
+	return t.growth.follow()
 }
 
 // spend records the budget that a step has spent. It measures time only if the budget limits it, so that
@@ -825,31 +829,35 @@ func (t *Trainer) canEvaluate(e *data.Evaluation) error {
 // Evaluate returns the model's mean loss on held-out text, in nats per token, and its bits per byte. It
 // does not change the model. If the loss is not finite, it returns ErrDiverged.
 func (t *Trainer) Evaluate(e *data.Evaluation) (loss, bitsPerByte float64, err error) {
+	loss, bitsPerByte, _, err = t.evaluate(e)
+	return loss, bitsPerByte, err
+}
+
+// evaluate is like Evaluate, and also returns the figures of preference pairs.
+func (t *Trainer) evaluate(e *data.Evaluation) (loss, bitsPerByte float64, pairs op.PreferenceFigures, err error) {
 	defer take(t.Model)()
 
 	if err := t.canEvaluate(e); err != nil {
-		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
+		return 0, 0, pairs, fmt.Errorf("llm: evaluation: %w", err)
 	}
 
 	if err := t.usable(); err != nil {
-		return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
+		return 0, 0, pairs, fmt.Errorf("llm: evaluation: %w", err)
 	}
 
 	t.driver.takePreferences()
 	var sum float64
 	for b := range e.Batches() {
 		if err := t.stopped(); err != nil {
-			return 0, 0, err
+			return 0, 0, pairs, err
 		}
 		l, err := t.driver.loss(b)
 		if err != nil {
-			return 0, 0, fmt.Errorf("llm: evaluation: %w", err)
+			return 0, 0, pairs, fmt.Errorf("llm: evaluation: %w", err)
 		}
 		sum += l * float64(b.Count)
 	}
 
-	pairs := t.driver.takePreferences()
-	t.note(func(e *Event) { e.ValPreferences = pairs })
 	loss, bitsPerByte = e.Score(sum)
-	return loss, bitsPerByte, nil
+	return loss, bitsPerByte, t.driver.takePreferences(), nil
 }
