@@ -116,11 +116,14 @@ func (r *team) say() ([]byte, error) {
 		Waiting: r.t.steering.requested() || r.t.Model.Kasmina.Waiting()})
 }
 
-// spared reports whether the exchange at the end of a step can be skipped, because no rank has commands
-// and the controller is not due to give any.
-func (r *team) spared() bool {
-	return r.t.heard.Agreed && !r.t.heard.Waiting && r.t.last.Step%r.t.Config.Epoch != 0 && r.t.growth.replay() == nil
+// unsteered reports whether seeds keep their stages at the end of the last step, because no rank has commands, and
+// neither the controller nor a record is due to give any. The result is the same on all ranks.
+func (r *team) unsteered(h ranks.Heard) bool {
+	return !h.Waiting && r.t.last.Step%r.t.Config.Epoch != 0 && r.t.growth.replay() == nil
 }
+
+// spared reports whether the exchange at the end of a step can be skipped.
+func (r *team) spared() bool { return r.t.heard.Agreed && r.unsteered(r.t.heard) }
 
 // takeHeard returns the trainer's ranks, or nil for a single process, and the ranks' words from the last
 // step, and clears the words. It locks the model, because a Resume on another goroutine may replace the
@@ -136,8 +139,7 @@ func (r *team) takeHeard() (Parallel, ranks.Heard) {
 // before the next step to change the model. The result is the same on all ranks.
 func (r *team) mayGrow(h ranks.Heard) bool {
 	defer take(r.t.Model)()
-	return r.t.Model.Kasmina.Layers() > 0 &&
-		(h.Waiting || r.t.last.Step%r.t.Config.Epoch == 0 || r.t.growth.replay() != nil)
+	return r.t.Model.Kasmina.Layers() > 0 && !r.unsteered(h)
 }
 
 // unasked reports whether ranks can skip the exchange between two steps, because they will meet in the

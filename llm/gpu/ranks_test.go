@@ -75,7 +75,7 @@ type rankRun struct {
 	batch      int
 	accumulate int // 0 for the number of ranks
 	grow       bool
-	evaluates  bool // every 10 steps
+	evaluates  bool // every 10 steps; the checkpoint contains the loss
 	pace       bool // prints tokens per second and saves nothing
 	gradients  cudaops.Precision
 	recompute  bool
@@ -261,11 +261,6 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 		if e.Step == 3 && place.Rank == 0 {
 			fmt.Println("under way")
 		}
-		if r.evaluates && e.Step%10 == 0 {
-			if _, _, err := tr.Evaluate(held); err != nil {
-				return err
-			}
-		}
 		each, last = append(each, time.Since(last)), time.Now()
 		if e.Step < warm || (e.Step-warm)%lap != 0 {
 			return nil
@@ -286,6 +281,10 @@ func (r rankRun) train(ctx context.Context, place comm.Place, device *cudaops.De
 		began, spent, each = time.Now(), *watch, nil
 		return nil
 	})
+
+	if r.evaluates {
+		tr.On(llm.Evaluate(tr, held, 10))
+	}
 
 	if !r.pace {
 		tr.On(llm.Checkpoint(tr, filepath.Join(dir, "run.safetensors"), 20))
