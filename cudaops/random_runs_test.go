@@ -45,8 +45,9 @@ func fakeMachine(t *testing.T, opts ...cudaops.MachineOption) runtest.Device {
 	faults := []string{"cuMemAlloc", "cuMemAlloc", "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync",
 		"cuStreamSynchronize", "cuLaunchKernel"}
 	return runtest.Device{
-		Name:        t.Name(),
-		Limits:      runtest.Limits{Listening: true, Ranks: 3, Faults: faults},
+		Name: t.Name(),
+		Limits: runtest.Limits{Bases: []string{"bf16", "f8", "nf4"}, Listening: true, Ranks: 3,
+			Faults: faults},
 		RanksDiffer: true,
 		Ranks: func(n int, f func(rank int, build runtest.Build) error) []error {
 			return fakeRanks(t, n, opts, f)

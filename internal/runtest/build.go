@@ -32,7 +32,8 @@ type documents struct{ *tokens }
 
 func (documents) EndOfDocument() int { return endOfDocument }
 
-func (c Case) tokens(in *injector) data.Tokens {
+// ids returns the tokens of the training text.
+func (c Case) ids() []int {
 	r := rand.New(rand.NewPCG(c.Seed, 1))
 	ids := make([]int, c.Text.Tokens)
 	last := 0
@@ -50,7 +51,11 @@ func (c Case) tokens(in *injector) data.Tokens {
 		}
 	}
 
-	t := &tokens{ids, in, fmt.Sprintf("tokens %d %d", c.Seed, len(ids))}
+	return ids
+}
+
+func (c Case) tokens(in *injector) data.Tokens {
+	t := &tokens{c.ids(), in, fmt.Sprintf("tokens %d %d", c.Seed, c.Text.Tokens)}
 	if c.Model.Documents {
 		return documents{t}
 	}
@@ -93,14 +98,14 @@ func (letters) Decode(ids []int) (text []byte, err error) {
 	return text, nil
 }
 
-// heldOut returns the validation text: a few batches.
-func (c Case) heldOut() (*data.Evaluation, error) {
+// evaluation returns the validation text in a few batches of the given size.
+func (c Case) evaluation(batch int) (*data.Evaluation, error) {
 	r := rand.New(rand.NewPCG(c.Seed, 2))
 	text := make([]byte, 3*c.Model.Seq+5)
 	for i := range text {
 		text[i] = byte(r.IntN(vocab - 10))
 	}
-	return data.NewEvaluation(text, letters{}, 1, c.Model.Seq)
+	return data.NewEvaluation(text, letters{}, batch, c.Model.Seq)
 }
 
 // options returns the options of all lattices.
@@ -153,6 +158,10 @@ func (c Case) newModel() (*llm.Model, error) {
 	}
 
 	m.KasminaOptions = c.Kasmina
+	if !c.Tuning.isZero() {
+		return c.tune(m)
+	}
+
 	if c.Model.Depth == 0 || c.Lattices.Gated > 0 {
 		return m, nil
 	}
@@ -181,24 +190,24 @@ func (c Case) newOptimizer(in *injector) (optim.Optimizer, error) {
 		opts = append(opts, optim.WithGroup(optim.NameContains("mlp"), optim.LRScale(0.5)))
 	}
 
+	switch {
+	case d.Lion:
+		return optim.NewLion(optionsOf[optim.LionOption](opts)...)
+	case d.Bits8:
+		// Without this option, none of the small parameters would have 8-bit moments.
+		return optim.NewAdamW8bit(append(optionsOf[optim.AdamW8bitOption](opts), optim.WithMin8bitSize(64))...)
+	}
+
 	wrapped := c.Fault != nil && slices.Contains(optimizerOps, c.Fault.Op)
 	if d.Muon {
-		own := []optim.MuonOption{optim.WithAdamW(optim.WithLR(d.LR))}
-		for _, o := range opts {
-			own = append(own, o)
-		}
-		o, err := optim.NewMuon(own...)
+		o, err := optim.NewMuon(append(optionsOf[optim.MuonOption](opts), optim.WithAdamW(optim.WithLR(d.LR)))...)
 		if err != nil || !wrapped {
 			return o, err
 		}
 		return &faultyMuon{o, in}, nil
 	}
 
-	var own []optim.AdamWOption
-	for _, o := range opts {
-		own = append(own, o)
-	}
-
+	own := optionsOf[optim.AdamWOption](opts)
 	if d.Beta1 > 0 {
 		own = append(own, optim.WithBetas(d.Beta1, d.Beta2))
 	}
@@ -211,12 +220,22 @@ func (c Case) newOptimizer(in *injector) (optim.Optimizer, error) {
 	return &faultyAdamW{o, in}, nil
 }
 
+// optionsOf converts options that all optimizers take to the option type of one.
+func optionsOf[O any](opts []optim.Option) (own []O) {
+	for _, o := range opts {
+		own = append(own, any(o).(O))
+	}
+	return own
+}
+
 // config returns the training configuration of the case, without the engine.
 func (c Case) config() (llm.TrainConfig, error) {
 	t := c.Train
 	tc := llm.TrainConfig{Steps: t.Steps, Batch: t.Batch, Accumulate: t.Accumulate, Clip: t.Clip,
-		Epoch: t.Epoch, Recompute: t.Recompute, Frozen: t.Frozen, Directed: t.Directed, Schedule: optim.Constant(c.Optimizer.LR),
-		Notes: map[string]string{"case": fmt.Sprint(c.Seed)}}
+		Epoch: t.Epoch, Recompute: t.Recompute, RecomputeMLPs: t.RecomputeMLPs, Frozen: t.Frozen, Directed: t.Directed,
+		Tuned: c.Tuning.patterns(), OmitBase: c.Tuning.OmitBase, Preference: c.Text.Pairs,
+		Schedule: optim.Constant(c.Optimizer.LR),
+		Notes:    map[string]string{"case": fmt.Sprint(c.Seed)}}
 	var err error
 	if t.Cosine {
 		if tc.Schedule, err = optim.WarmupCosine(c.Optimizer.LR, c.Optimizer.LR/10, 2,
@@ -334,15 +353,13 @@ func (n Needs) Decide(reports []state.Report) (all []state.Command) {
 	return n.in.without(reports[0].Epoch, all)
 }
 
-// growthOf returns the growth of the case.
-func (c Case) growthOf(in *injector, refused func(state.Command, error), record *bytes.Buffer) (
+// growthOf returns the growth of the case, which judges seeds on a text.
+func (c Case) growthOf(in *injector, text *data.Evaluation, refused func(state.Command, error), record *bytes.Buffer) (
 	g llm.Growth, err error) {
 	p := c.Growth
 	g = llm.Growth{Every: p.Every, Rewarm: p.Rewarm, FreshMoments: p.Fresh, Refused: refused, Record: faultyWriter{record, in}}
 	if p.Validation {
-		if g.Validation, err = c.heldOut(); err != nil {
-			return g, err
-		}
+		g.Validation = text
 	}
 
 	if p.Governed {
@@ -368,14 +385,20 @@ func (c Case) growthOf(in *injector, refused func(state.Command, error), record 
 		d := control.NewDepth(blueprints.Stack, 2)
 		d.Begin, d.End, d.Settle, d.Patience = 0.42, 0.45, 0.42, 0.45
 		g.Controller = d
+	case "forecast":
+		f := control.NewForecast(blueprints.Interleave, 4)
+		f.Settle, f.Patience = 0.42, 0.45
+		g.Controller = f
+	case "dry run":
+		g.Controller = control.DryRun(Needs{c.Seed, 2, in}, nil)
 	case "schedule":
 		g.Controller = &control.Schedule{Growths: []control.Planned{
 			{Kind: blueprints.Middle, Size: 2, Share: 0.2}}}
 	case "adapters":
 		a := control.NewAdapters(200)
 		a.Rank = 3
-		if !c.Train.Directed && c.Seed%2 == 0 {
-			a.Where = control.AllAtOnce
+		if !c.Train.Directed {
+			a.Where, a.Random = []control.Where{control.Unhealthiest, control.AllAtOnce, control.AtRandom}[c.Seed%3], c.Seed
 		}
 		g.Controller = a
 	default:

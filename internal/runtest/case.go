@@ -24,6 +24,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/llm"
+	"github.com/kasmina-go/kasmina/op"
 	"github.com/kasmina-go/kasmina/state"
 )
 
@@ -38,6 +39,8 @@ type Case struct {
 	Train     Train              `json:"train"`
 	Optimizer Optimizer          `json:"optimizer"`
 	Text      Text               `json:"text"`
+	Tuning    Tuning             `json:"tuning,omitzero"`
+	Parts     Parts              `json:"parts,omitzero"`
 	Growth    *Growth            `json:"growth,omitempty"`
 	Orders    []Order            `json:"orders,omitempty"`
 
@@ -70,18 +73,23 @@ type Train struct {
 	Clip       float64 `json:"clip,omitempty"`
 	Epoch      int     `json:"epoch"`
 	Recompute  bool    `json:"recompute,omitempty"`
-	Frozen     bool    `json:"frozen,omitempty"`
-	Directed   bool    `json:"directed,omitempty"`
-	Merge      bool    `json:"merge,omitempty"`  // with the callback llm.MergeAtEnd
-	Budget     string  `json:"budget,omitempty"` // "tokens" or "flops", instead of a number of steps
-	Anneal     bool    `json:"anneal,omitempty"`
-	Cosine     bool    `json:"cosine,omitempty"`  // schedule with warmup
-	Explode    int     `json:"explode,omitempty"` // step whose learning rate is far too high; 0 for none
+	// RecomputeMLPs is the number of blocks in which only the MLP is recomputed.
+	RecomputeMLPs int `json:"recompute_mlps,omitempty"`
+
+	Frozen   bool   `json:"frozen,omitempty"`
+	Directed bool   `json:"directed,omitempty"`
+	Merge    bool   `json:"merge,omitempty"`  // with the callback llm.MergeAtEnd
+	Budget   string `json:"budget,omitempty"` // "tokens" or "flops", instead of a number of steps
+	Anneal   bool   `json:"anneal,omitempty"`
+	Cosine   bool   `json:"cosine,omitempty"`  // schedule with warmup
+	Explode  int    `json:"explode,omitempty"` // step whose learning rate is far too high; 0 for none
 }
 
 // Optimizer describes an optimizer.
 type Optimizer struct {
-	Muon  bool    `json:"muon,omitempty"`
+	Muon  bool    `json:"muon,omitempty"` // instead of AdamW
+	Lion  bool    `json:"lion,omitempty"`
+	Bits8 bool    `json:"bits8,omitempty"` // AdamW with 8-bit moments
 	LR    float64 `json:"lr"`
 	Beta1 float64 `json:"beta1,omitempty"` // 0 means the default betas
 	Beta2 float64 `json:"beta2,omitempty"`
@@ -94,6 +102,10 @@ type Optimizer struct {
 type Text struct {
 	Tokens int  `json:"tokens"`
 	Rare   bool `json:"rare,omitempty"` // some tokens occur only once
+	// Packed divides the text into conversations, in which the model learns only some of the tokens.
+	Packed bool `json:"packed,omitempty"`
+	// Pairs, unless it is nil, divides the text into preference pairs and trains on them with this loss.
+	Pairs *op.Preference `json:"pairs,omitempty"`
 }
 
 // Growth describes a controller and the judgment of seeds.
@@ -129,6 +141,8 @@ type Resume struct {
 	// Into names the trainer that resumes: "fresh", "loaded" (with the model that LoadModel returns),
 	// "same" (after training to the end), or "other" (after a different run).
 	Into string `json:"into"`
+	// Lenient accepts other settings, although there are none.
+	Lenient bool `json:"lenient,omitempty"`
 }
 
 // Fault describes the only failure of a run.
@@ -197,20 +211,47 @@ func (c Case) Features() (all []string) {
 	}
 	m, t, o := c.Model, c.Train, c.Optimizer
 	add(true, fmt.Sprintf("%d blocks", m.Layers))
-	add(!o.Muon, "AdamW")
-	add(!o.Muon && o.Beta1 > 0 && o.Beta2 <= o.Beta1*o.Beta1, "AdamW, β₂ ≤ β₁²")
+	add(!o.Muon && !o.Lion && !o.Bits8, "AdamW")
+	add(o.Beta1 > 0 && o.Beta2 <= o.Beta1*o.Beta1, "AdamW, β₂ ≤ β₁²")
 	add(o.Muon, "Muon")
+	add(o.Lion, "Lion")
+	add(o.Bits8, "AdamW with 8-bit moments")
 	add(o.Decay > 0, "weight decay")
 	add(o.Group, "parameter groups")
 	add(c.Float64, "float64")
 	add(t.Clip > 0, "clipping")
 	add(t.Accumulate > 1, "accumulation")
 	add(t.Recompute, "recomputation")
+	add(t.RecomputeMLPs > 0, "recomputation of MLPs")
 	add(t.Budget != "", "budget of "+t.Budget)
 	add(t.Anneal, "annealing")
 	add(t.Cosine, "schedule with warmup")
 	add(t.Explode > 0, "a step that diverges")
 	add(c.Text.Tokens < 400, "several epochs of data")
+	add(c.Text.Packed, "packed conversations")
+	if p := c.Text.Pairs; p != nil {
+		add(true, "preference pairs: "+string(p.Kind))
+	}
+
+	u := c.Tuning
+	add(!u.Adapter.IsZero(), "adapters")
+	add(u.Adapter.Magnitude, "adapters with magnitudes")
+	add(u.Adapter.Dropout > 0, "adapters with dropout")
+	add(slices.Contains(u.Adapter.Targets, llm.EmbeddingLayer) || slices.Contains(u.Adapter.Targets, llm.OutputLayer),
+		"adapters of outer layers")
+	add(u.Seeds != "", "chunk seeds as adapters")
+	add(len(u.Tuned) > 0, "tuned parameters")
+	add(u.OmitBase, "checkpoints without frozen parameters")
+	add(u.Base != "", "frozen matrices in "+u.Base)
+
+	p := c.Parts
+	add(p.EMA > 0, "part: EMA")
+	add(p.Patience > 0, "part: EarlyStopping")
+	add(p.Best, "part: BestCheckpoint")
+	add(p.Retention != nil, "part: Retention")
+	add(p.RankGrowth != nil, "part: RankGrowth")
+	add(p.RankGrowth != nil && p.Retention != nil, "part: RankGrowth with Retention")
+	add(c.Text.Pairs != nil, "part: References")
 	add(m.KVHeads > 0 && m.KVHeads < m.Heads, "grouped queries")
 	add(m.Untied, "untied")
 	add(m.QKVBias, "biases")
@@ -232,6 +273,7 @@ func (c Case) Features() (all []string) {
 	add(len(m.Weights) > 0, "site: weights")
 	add(len(m.Streams) > 0, "site: stream")
 	add(m.Depth > 0, "site: depth")
+	add(m.Boundary > 0, "boundaries of copies")
 	add(c.Kasmina != llm.KasminaOptions{}, "options of Kasmina layers")
 	add(c.Lattices.Gated > 0, "gates")
 	add(c.Lattices.Noise > 0, "noise of α")
@@ -267,6 +309,7 @@ func (c Case) Features() (all []string) {
 		add(slices.ContainsFunc(c.Resumes, func(r Resume) bool { return r.Into == into }),
 			"resumed by a "+into+" trainer")
 	}
+	add(slices.ContainsFunc(c.Resumes, func(r Resume) bool { return r.Lenient }), "resumed with WithNewSettings")
 
 	add(c.Replay && c.Growth != nil, "replayed")
 	add(c.Ranks > 0, fmt.Sprintf("%d ranks", c.Ranks))

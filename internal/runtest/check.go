@@ -206,6 +206,7 @@ func (k *checker) base() {
 
 	if k.end != nil {
 		k.same(Repeats, "a repeated run without saves", k.plain, -1, false)
+		k.best()
 	}
 
 	k.checked(Repeats)
@@ -213,6 +214,23 @@ func (k *checker) base() {
 	k.closed(k.plain)
 	if k.end == nil {
 		k.closed(k.straight)
+	}
+}
+
+// best fails the check unless the best checkpoint equals the checkpoint that the run saved after the same step.
+func (k *checker) best() {
+	r := k.straight
+	if len(r.bests) == 0 {
+		return
+	}
+
+	step := r.bests[len(r.bests)-1]
+	want, err := os.ReadFile(r.files[step])
+	k.must(Resumes, "the checkpoint of the best step", err)
+	have, err := os.ReadFile(r.best)
+	k.must(Resumes, "the best checkpoint", err)
+	if diff := differences(want, have, false); diff != "" {
+		k.fail(Resumes, "the best checkpoint differs from a checkpoint after step %d: %s", step, diff)
 	}
 }
 
@@ -273,7 +291,7 @@ func (k *checker) callbacks() {
 	c.Callbacks, c.Checkpoint = nil, nil
 	r := k.rig(c, nil)
 	k.must(Traceless, "a run without callbacks", r.run())
-	k.same(Traceless, "a run without callbacks", r, -1, true)
+	k.same(Traceless, "a run without callbacks", r, -1, slices.Contains(k.Callbacks, "evaluate"))
 	k.checked(Traceless)
 	k.closed(r)
 }
@@ -287,7 +305,14 @@ func (k *checker) resumes(p Resume) {
 	path := k.straight.files[step]
 	what := fmt.Sprintf("a run resumed after step %d by a %s trainer", step, p.Into)
 	r := k.resumer(p.Into, path, what)
-	k.must(Resumes, what, r.resume(path, step, true))
+	var opts []llm.ResumeOption
+	if p.Lenient {
+		opts = append(opts, llm.WithNewSettings(func(differences []string) {
+			k.fail(Resumes, "%s: other settings: %q", what, differences)
+		}))
+	}
+
+	k.must(Resumes, what, r.resume(path, step, true, opts...))
 	want, err := os.ReadFile(path)
 	k.must(Resumes, what, err)
 	now, err := r.save()
@@ -299,6 +324,9 @@ func (k *checker) resumes(p Resume) {
 	clear(r.figures)
 	r.told = nil
 	k.must(Resumes, what, r.run())
+	if step == 0 && k.Parts.RankGrowth != nil {
+		step = 1 // a resumed run does not report again that ranks have grown before the first step
+	}
 	k.same(Resumes, what, r, step, false)
 	k.checked(Resumes)
 	k.closed(r)
@@ -364,7 +392,7 @@ func (k *checker) replays() {
 	c := k.Case.clone()
 	c.Orders = slices.DeleteFunc(c.Orders, func(o Order) bool { return o.Via == "steer" && c.Fault == nil })
 	r := k.rig(c, nil)
-	g, err := c.growthOf(r.in, func(state.Command, error) {}, &r.record)
+	g, err := c.growthOf(r.in, r.texts.heldOut, func(state.Command, error) {}, &r.record)
 	k.must(Replays, "the growth", err)
 	g.Replay, g.Controller = record, nil
 	k.must(Replays, "Grow", r.tr.Grow(g))
@@ -458,8 +486,10 @@ func (k *checker) resumesOnRanks(c *Case, path string, step int, end []byte) {
 	k.checked(Resumes)
 }
 
-// possibleOnRanks reports whether several ranks can run a case. They cannot listen to a frozen model.
-func possibleOnRanks(c Case) bool { return !c.Train.Frozen || c.Growth == nil && !c.Train.Directed }
+// possibleOnRanks reports whether several ranks can run a case. They cannot listen to a frozen model or to adapters.
+func possibleOnRanks(c Case) bool {
+	return c.Parts.RankGrowth == nil && (!c.Train.Frozen || c.Growth == nil && !c.Train.Directed)
+}
 
 // onRanks returns the case for several ranks, or nil if it cannot run on them.
 func (k *checker) onRanks() *Case {
@@ -621,7 +651,7 @@ func jsonDifferences(key, a, b string, loose bool) (all []string) {
 
 	for _, field := range slices.Sorted(maps.Keys(x)) {
 		v := x[field]
-		if loose && (field == "val_loss" || field == "val_bpb") {
+		if loose && strings.HasPrefix(field, "val_") {
 			continue
 		}
 		if !bytes.Equal(v, y[field]) {

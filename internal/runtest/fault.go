@@ -216,6 +216,7 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 	ordered := r.scripted >= step || !slices.ContainsFunc(k.Orders, func(o Order) bool {
 		return o.Step == step
 	})
+	ordered = ordered && !r.unjudged(step, k.straight.tr.Step())
 	if k.Train.Merge && step == k.straight.tr.Step() {
 		ordered = ordered && r.mergedAt == step
 	}
@@ -234,7 +235,7 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 		if diff := differences(want, now, true); diff != "" && !ended {
 			k.fail(Unharmed, "%s (%.150v), has changed the trainer: %s", what, cause, diff)
 		}
-	} else if refused != nil && !resumeFirst(refused) && !errors.As(cause, &broken) {
+	} else if refused != nil && !resumeFirst(refused) && !errors.As(cause, &broken) && !(step == 0 && unmeasured(refused)) {
 		k.fail(Unharmed, "%s (%.150v): an unusable trainer returns %w", what, cause, refused)
 	}
 
@@ -286,7 +287,7 @@ func (k *checker) faultOfResume() {
 	_, inside := math.Modf(f.At * 97)
 	prepared := func() *rig {
 		r := k.rig(c, nil)
-		if f.Early { // resume in a trainer that has already trained
+		if f.Early || c.measuresFirst() { // resume in a trainer that has already trained
 			k.must(Unharmed, "a preceding run", r.run())
 		}
 		return r

@@ -15,6 +15,7 @@ import (
 // Limits describes a machine's capabilities, so that Generate returns only cases it can run.
 type Limits struct {
 	Float64   bool     // models of float64
+	Bases     []string // types of frozen matrices
 	Optimizer bool     // optimizers that wrap the ones of package optim
 	Ranks     int      // the most
 	Listening bool     // access to gradients, for directed LoRA
@@ -34,8 +35,14 @@ func Generate(seed uint64, limits Limits) Case {
 	g.Seed = seed
 	g.model()
 	g.train()
-	g.seeds()
-	g.growth()
+	if g.chance(4) {
+		g.tuning()
+	} else {
+		g.seeds()
+		g.growth()
+	}
+	g.data()
+	g.parts()
 	g.checks()
 	return g.Case
 }
@@ -99,6 +106,10 @@ func (g *generator) train() {
 	t.Accumulate = pick(g, 1, 1, 2, 3)
 	t.Clip = pick(g, 0, 1, 0.1)
 	t.Recompute, t.Cosine = g.chance(5), g.chance(4)
+	if g.chance(8) {
+		t.RecomputeMLPs = 1 + g.IntN(2)
+	}
+
 	if g.chance(6) {
 		t.Budget = pick(g, "tokens", "flops")
 		t.Anneal = g.chance(2)
@@ -109,8 +120,17 @@ func (g *generator) train() {
 	}
 
 	o := &g.Optimizer
-	o.LR, o.Muon = pick(g, 0.003, 0.01, 0.03), g.chance(4)
-	if !o.Muon && g.chance(3) {
+	o.LR = pick(g, 0.003, 0.01, 0.03)
+	switch g.IntN(8) {
+	case 0, 1:
+		o.Muon = true
+	case 2:
+		o.Lion, o.LR = true, o.LR/5
+	case 3:
+		o.Bits8 = true
+	}
+
+	if !o.Muon && !o.Lion && !o.Bits8 && g.chance(3) {
 		betas := pick(g, [2]float64{0.9, 0.5}, [2]float64{0.9, 0}, [2]float64{0.95, 0.8},
 			[2]float64{0.5, 0.99}, [2]float64{0.99, 0.95})
 		o.Beta1, o.Beta2 = betas[0], betas[1]
@@ -122,7 +142,102 @@ func (g *generator) train() {
 	}
 
 	o.Group = g.chance(8)
+}
+
+// data chooses the training text.
+func (g *generator) data() {
 	g.Text = Text{Tokens: pick(g, 60, 150, 1000, 3000), Rare: g.chance(2)}
+	switch g.IntN(10) {
+	case 0, 1:
+		g.Text.Packed = true
+	case 2:
+		if slices.Contains(g.Tuning.Adapter.Targets, llm.OutputLayer) {
+			break // refused, because the loss of pairs contains the output layer
+		}
+		p := &op.Preference{Kind: pick(g, op.PreferenceSigmoid, op.PreferenceHinge, op.PreferenceIPO, op.PreferenceRobust),
+			Beta: pick(g, 0.1, 0.5)}
+		if g.chance(2) && (p.Kind == op.PreferenceSigmoid || p.Kind == op.PreferenceRobust) {
+			p.Smoothing = 0.1
+		}
+		g.Text.Pairs = p
+	}
+}
+
+// tuning chooses the parameters that learn, and how the others are stored.
+func (g *generator) tuning() {
+	t := &g.Tuning
+	switch g.IntN(4) {
+	case 0, 1:
+		t.Adapter = g.adapter()
+	case 2:
+		t.Seeds, t.Rank = pick(g, "LowRank", "ChunkMLP"), 1+g.IntN(3)
+	}
+
+	if t.Seeds == "" && (t.Adapter.IsZero() || g.chance(4)) {
+		t.Tuned, _ = g.Model.LastBlocks(1 + g.IntN(g.Model.Layers)) // the model has as many blocks
+	}
+
+	t.OmitBase = g.chance(2)
+	if t.Seeds == "" && !g.Case.Float64 && len(g.limits.Bases) > 0 && g.chance(3) {
+		t.Base = pick(g, g.limits.Bases...)
+	}
+}
+
+// adapter returns adapters for some layers of the model.
+func (g *generator) adapter() llm.LoRA {
+	a := llm.LoRA{Rank: 1 + g.IntN(3), Alpha: pick(g, 1.0, 4), RankStabilized: g.chance(4), Magnitude: g.chance(4)}
+	for _, name := range g.Model.Default().LinearLayers() {
+		if g.chance(2) {
+			a.Targets = append(a.Targets, name)
+		}
+	}
+
+	if len(a.Targets) == 0 || g.chance(6) {
+		a.Targets = append(a.Targets, llm.OutputLayer)
+	}
+
+	if !a.Magnitude && g.chance(6) {
+		a.Targets = slices.Insert(a.Targets, 0, llm.EmbeddingLayer)
+	}
+
+	if g.chance(4) {
+		a.Dropout = 0.2
+	}
+
+	if last := a.Targets[len(a.Targets)-1]; g.chance(6) {
+		a.Ranks, a.Alphas = map[string]int{last: 4}, map[string]float64{last: 2}
+	}
+
+	return a
+}
+
+// parts chooses the parts of the run.
+func (g *generator) parts() {
+	p := &g.Parts
+	if g.Tuning.Base == "" && g.chance(4) {
+		p.EMA = pick(g, 0.5, 0.9, 0.99)
+	}
+
+	if g.chance(6) {
+		p.Patience = 1 + g.IntN(3)
+	}
+
+	p.Best = g.chance(8)
+	c := g.Model
+	if g.Text.Pairs == nil && len(c.Weights)+len(c.Streams)+c.Depth == 0 && g.chance(3) {
+		p.Retention = &Retention{Budget: pick(g, 0.003, 0.03, 10), Every: g.IntN(4)}
+	}
+
+	// Ranks grow only in adapters with a pair of matrices, and need moments in floating point.
+	a := &g.Tuning.Adapter
+	if !a.IsZero() && !a.Magnitude && a.Targets[0] != llm.EmbeddingLayer && g.Text.Pairs == nil && !g.Optimizer.Bits8 &&
+		g.chance(2) {
+		a.Growing = true
+		p.RankGrowth = &RankGrowth{Old: g.chance(2), Times: 1 + g.IntN(3), Batches: 1 + g.IntN(2)}
+		if g.chance(3) {
+			p.RankGrowth.Parameters = 200
+		}
+	}
 }
 
 // seeds usually adds seeds at one to three sites of the model.
@@ -162,6 +277,9 @@ func (g *generator) seeds() {
 				c.Layers - 1})
 		case 3:
 			c.Depth = 1 + g.IntN(3)
+			if g.chance(4) {
+				c.Boundary = 0.5
+			}
 			c.Layers = min(c.Layers, 2)
 			for i, b := range c.Kasmina {
 				c.Kasmina[i] = min(b, c.Layers-1)
@@ -224,8 +342,10 @@ func (g *generator) growth() {
 		by.Controller = "adapters"
 		by.Validation = g.chance(2)
 	case g.Model.Depth > 0 && g.chance(5):
-		by.Controller = pick(g, "depth", "depth", "schedule")
+		by.Controller = pick(g, "depth", "depth", "schedule", "forecast")
 		g.wholeLives(by)
+	case g.chance(20):
+		by.Controller = "dry run"
 	case by.Controller == "script":
 		by.Script = g.lives(sites, g.Train.Steps/g.Train.Epoch, 1, false)
 	case by.Controller == "heuristic":
@@ -446,8 +566,13 @@ func (g *generator) checks() {
 		resumes++
 	}
 
+	targets := slices.Clone(resumeTargets)
+	if g.Tuning.omits() { // LoadModel refuses such files
+		targets = slices.DeleteFunc(targets, func(into string) bool { return into == "loaded" })
+	}
+
 	for range resumes {
-		g.Resumes = append(g.Resumes, Resume{g.IntN(g.Train.Steps), pick(g, resumeTargets...)})
+		g.Resumes = append(g.Resumes, Resume{g.IntN(g.Train.Steps), pick(g, targets...), g.chance(8)})
 	}
 
 	if g.chance(6) && g.limits.Ranks > 1 {
@@ -457,11 +582,13 @@ func (g *generator) checks() {
 	g.Replay = g.Growth != nil && g.chance(4)
 	if g.chance(3) {
 		for _, i := range g.Perm(len(callbackNames))[:1+g.IntN(2)] {
-			g.Callbacks = append(g.Callbacks, callbackNames[i])
+			if callbackNames[i] != "evaluate" || !g.Parts.evaluates() { // parts would receive its results
+				g.Callbacks = append(g.Callbacks, callbackNames[i])
+			}
 		}
 	}
 
-	g.Train.Merge = g.Seed%4 == 0 // without a random draw, so that seeds still generate the rest of known cases
+	g.Train.Merge = g.chance(4)
 	if g.chance(2) {
 		g.Fault = g.fault()
 	}
@@ -470,10 +597,18 @@ func (g *generator) checks() {
 // fault chooses an operation that fails, unless the run will diverge.
 func (g *generator) fault() *Fault {
 	g.Train.Explode = 0
-	f := &Fault{Op: pick(g, faultOps(g.limits)...), At: float64(g.IntN(1000)) / 1000,
+	ops := faultOps(g.limits)
+	if g.Text.Pairs != nil {
+		ops = append(ops, "LogProbs", "LogProbs")
+	}
+	if g.Optimizer.Lion || g.Optimizer.Bits8 { // they are not wrapped
+		ops = slices.DeleteFunc(ops, func(op string) bool { return slices.Contains(optimizerOps, op) })
+	}
+
+	f := &Fault{Op: pick(g, ops...), At: float64(g.IntN(1000)) / 1000,
 		Early: g.chance(2)}
 	f.Diverged = isOf(f.Op, "callback") && g.chance(4)
-	f.Resuming = resumable(f.Op) && g.chance(6)
+	f.Resuming = resumable(f.Op) && g.chance(6) || f.Op == "part Load"
 	f.Lasting = lasting(f.Op) && g.chance(3)
 	return f
 }
@@ -499,7 +634,7 @@ func OnlyFault(c *Case, m Device) bool {
 		c.Ranks = 2
 	case f.Op == "Decoder":
 		c.Callbacks = []string{"sample"}
-	case f.Op == "callback EvalEnd":
+	case f.Op == "callback EvalEnd" && !c.Parts.evaluates():
 		c.Callbacks = []string{"evaluate"}
 	case f.Op == "record" && c.Growth == nil:
 		return false

@@ -15,6 +15,7 @@ type gpuEngine interface {
 	llm.Sensor
 	llm.Keeper
 	llm.Listener
+	llm.PreferenceMeter
 }
 
 // faultyGPU wraps the engine of a GPU so that calls can fail.
@@ -70,6 +71,13 @@ func (f faultyGPU) Loss(b data.Batch) (float64, error) {
 		return 0, err
 	}
 	return f.gpuEngine.Loss(b)
+}
+
+func (f faultyGPU) LogProbs(ctx context.Context, b data.Batch) ([]float64, error) {
+	if err := f.in.call("LogProbs"); err != nil {
+		return nil, err
+	}
+	return f.gpuEngine.LogProbs(ctx, b)
 }
 
 func (f faultyGPU) Push(params ...string) error {

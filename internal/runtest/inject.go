@@ -30,6 +30,7 @@ var (
 	callbackOps  = []string{"callback StepEnd", "callback EpochEnd", "callback Reshaped",
 		"callback Noted", "callback RunStart", "callback RunEnd", "callback Saved",
 		"callback EvalEnd", "panic StepEnd", "panic Decide"}
+	partOps   = []string{"part StartRun", "part PrepareStep", "part FinishStep", "part Save", "part Load"}
 	cancelOps = []string{"cancel StepEnd", "cancel Gradients", "cancel Gradients", "cancel Loss",
 		"stop StepEnd", duringSample}
 )
@@ -37,7 +38,7 @@ var (
 // faultOps returns the operations that can fail on a machine. Repeated operations are chosen more
 // often.
 func faultOps(l Limits) []string {
-	all := slices.Concat(engineOps, diskOps, callbackOps, cancelOps)
+	all := slices.Concat(engineOps, diskOps, callbackOps, partOps, cancelOps)
 	if l.Optimizer {
 		all = append(all, optimizerOps...)
 	}
@@ -49,7 +50,7 @@ func faultOps(l Limits) []string {
 
 // resumable reports whether an operation can fail while a checkpoint is read.
 func resumable(op string) bool {
-	return slices.Contains([]string{"engine", "Push", "SetState", "Declare", "Close", "Pull"}, op)
+	return slices.Contains([]string{"engine", "Push", "SetState", "Declare", "Close", "Pull", "part Load"}, op)
 }
 
 // lasting reports whether an operation may keep failing. These are operations that the trainer also needs to
@@ -243,6 +244,7 @@ func (i *injector) failure(op string) error {
 type cpuEngine interface {
 	llm.Sensor
 	llm.Listener
+	llm.PreferenceMeter
 }
 
 // faulty wraps the engine of the CPU so that calls can fail.
@@ -270,6 +272,13 @@ func (f faulty) Loss(b data.Batch) (float64, error) {
 		return 0, err
 	}
 	return f.cpuEngine.Loss(b)
+}
+
+func (f faulty) LogProbs(ctx context.Context, b data.Batch) ([]float64, error) {
+	if err := f.in.call("LogProbs"); err != nil {
+		return nil, err
+	}
+	return f.cpuEngine.LogProbs(ctx, b)
 }
 
 func (f faulty) Push(params ...string) error {
@@ -313,6 +322,7 @@ func (f faulty) Close() error { return errors.Join(f.cpuEngine.Close(), f.in.cal
 // parallelEngine is the interface of the engine of a rank on the CPU.
 type parallelEngine interface {
 	llm.Parallel
+	llm.PreferenceMeter
 	Figures() ([]llm.SeedFigures, error)
 }
 

@@ -16,7 +16,6 @@ import (
 	"time"
 
 	"github.com/kasmina-go/kasmina/llm"
-	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/optim"
 	"github.com/kasmina-go/kasmina/state"
@@ -34,6 +33,7 @@ type rig struct {
 
 	scripted int    // step of the last orders that were given; -1 for none
 	mergedAt int    // last step, once MergeAtEnd has received its event
+	judgedAt int    // step of the last evaluation that parts have received
 	rank     int    // 0 for a single process
 	extra    []move // transitions to make after the orders of their steps
 
@@ -63,6 +63,11 @@ type rig struct {
 	// resumedOrdered reports whether the checkpoint to resume from was written after the orders of its
 	// step.
 	resumedOrdered bool
+
+	texts texts
+	ema   *llm.EMA
+	best  string // path of the best checkpoint
+	bests []int  // steps of its versions
 
 	beside sync.WaitGroup
 	quit   chan struct{}
@@ -115,9 +120,7 @@ func newRig(c Case, build Build, m *llm.Model, folder string, rank int) (r *rig,
 		}
 	}
 
-	loader, err := data.NewLoader(c.tokens(r.in), data.LoaderConfig{Batch: c.Train.Batch,
-		Seq: m.Config.Seq, Seed: c.Seed + 3})
-	if err != nil {
+	if r.texts, err = c.newTexts(r.in); err != nil {
 		return nil, err
 	}
 
@@ -142,12 +145,12 @@ func newRig(c Case, build Build, m *llm.Model, folder string, rank int) (r *rig,
 		return wrap(e, r.in), nil
 	}
 
-	if r.tr, err = llm.NewTrainer(m, loader, o, tc); err != nil {
+	if r.tr, err = llm.NewTrainer(m, r.texts.loader, o, tc); err != nil {
 		return nil, err
 	}
 
 	if c.Growth != nil {
-		g, err := c.growthOf(r.in, func(c state.Command, err error) {
+		g, err := c.growthOf(r.in, r.texts.heldOut, func(c state.Command, err error) {
 			r.told = append(r.told, told{r.tr.Step(), fmt.Sprintf("%v: %v", c, err), err})
 			if errors.Is(err, ErrInjected) {
 				epoch := r.tr.Model.Kasmina.Lattice(0).Epoch()
@@ -162,7 +165,7 @@ func newRig(c Case, build Build, m *llm.Model, folder string, rank int) (r *rig,
 		}
 	}
 
-	if err := r.listen(); err != nil {
+	if err := errors.Join(r.listen(), r.use()); err != nil {
 		return nil, errors.Join(err, r.tr.Close())
 	}
 
@@ -214,8 +217,8 @@ func (r *rig) listen() error {
 }
 
 // callbackNames lists the names of callbacks that must leave no trace.
-var callbackNames = []string{"evaluate", "sample", "save", "notes", "scrub", "monitor", "readers",
-	"more checkpoints"}
+var callbackNames = []string{"evaluate", "score", "sample", "save", "notes", "scrub", "monitor", "readers",
+	"save soon", "more checkpoints"}
 
 // callbacks adds the case's callbacks to the trainer.
 func (r *rig) callbacks() {
@@ -233,12 +236,33 @@ func (r *rig) callbacks() {
 			return nil
 		})
 	}
+
+	if r.Parts.evaluates() {
+		evaluate := llm.Evaluate(t, r.texts.heldOut, evaluateEvery)
+		t.On(func(e llm.Event) error {
+			// If a callback failed after the last step, the step may not have been evaluated.
+			if e.Kind == llm.RunStart && e.Step > 0 && !e.Last {
+				e.Kind = llm.StepEnd
+			}
+			return evaluate(e)
+		})
+	}
+
 	for _, b := range r.Callbacks {
 		switch b {
 		case "evaluate":
-			if text, err := r.heldOut(); err == nil {
-				t.On(llm.Evaluate(t, text, 2))
-			}
+			t.On(llm.Evaluate(t, r.texts.heldOut, 2))
+		case "score":
+			t.On(func(e llm.Event) error {
+				if e.Kind != llm.StepEnd {
+					return nil
+				}
+				_, _, err := t.Evaluate(r.texts.heldOut)
+				if errors.Is(err, llm.ErrDiverged) {
+					return nil // the next step reports it
+				}
+				return err
+			})
 		case "sample":
 			t.On(llm.SampleText(t, letters{}, "ab", 5, sampler.Config{Temperature: 1},
 				filepath.Join(r.folder, "sample"), 3))
@@ -262,6 +286,13 @@ func (r *rig) callbacks() {
 			t.On(llm.Monitor(t, io.Discard, 2), llm.Ceilings(t))
 		case "readers":
 			t.On(r.readers)
+		case "save soon":
+			t.On(llm.Checkpoint(t, filepath.Join(r.folder, "soon"), 0), func(e llm.Event) error {
+				if e.Kind == llm.StepEnd && e.Step%3 == 0 && !e.Last {
+					return t.SaveSoon()
+				}
+				return nil
+			})
 		case "more checkpoints":
 			t.On(llm.Checkpoint(t, filepath.Join(r.folder, "more"), 1))
 		}
@@ -277,12 +308,7 @@ func (r *rig) callbacks() {
 	}
 
 	if k := r.Checkpoint; k != nil {
-		// All ranks use rank 0's path.
-		folder := r.folder
-		if r.rank > 0 {
-			folder = filepath.Join(filepath.Dir(folder), "0")
-		}
-		r.checkpoint = filepath.Join(folder, "checkpoint", "run")
+		r.checkpoint = filepath.Join(r.shared(), "checkpoint", "run")
 		var opts []llm.CheckpointOption
 		if k.Background {
 			opts = append(opts, llm.InBackground())
@@ -325,6 +351,14 @@ func (r *rig) callbacks() {
 		}
 		return nil
 	})
+}
+
+// shared returns the folder for files that all ranks write together. It is rank 0's folder.
+func (r *rig) shared() string {
+	if r.rank > 0 {
+		return filepath.Join(filepath.Dir(r.folder), "0")
+	}
+	return r.folder
 }
 
 // fail is a callback that fails as specified by the fault.
@@ -378,13 +412,18 @@ func (r *rig) see(e llm.Event) error {
 			r.frozen.check(r)
 		}
 		r.reshape = false
+	case llm.EvalEnd:
+		r.judgedAt = e.Step
 	case llm.Reshaped:
 		r.reshape = true
 		r.told = append(r.told, told{e.Step, "reshaped: " + duration.ReplaceAllString(e.Text, ""),
 			e.Err})
 	case llm.Saved:
-		if e.Path == r.checkpoint {
+		switch e.Path {
+		case r.checkpoint:
 			r.written, r.ordered = e.Step, r.scripted >= e.Step
+		case r.best:
+			r.bests = append(r.bests, e.Step)
 		}
 	}
 
@@ -397,11 +436,6 @@ func (r *rig) readers(e llm.Event) error {
 		return nil
 	}
 
-	text, err := r.heldOut()
-	if err != nil {
-		return err
-	}
-
 	quit := r.quit
 	r.beside.Go(func() {
 		for i := 0; ; i++ {
@@ -410,9 +444,9 @@ func (r *rig) readers(e llm.Event) error {
 				return
 			case <-time.After(time.Millisecond):
 			}
-			switch i % 4 {
+			switch i % 5 {
 			case 0:
-				_, _, _ = r.tr.Evaluate(text)
+				_, _, _ = r.tr.Evaluate(r.texts.heldOut)
 			case 1:
 				_ = r.tr.Save(filepath.Join(r.folder, "reader"))
 			case 2:
@@ -421,6 +455,10 @@ func (r *rig) readers(e llm.Event) error {
 			case 3:
 				_ = r.tr.Model.Kasmina.Verify()
 				_ = r.tr.Model.Save(filepath.Join(r.folder, "reader model"))
+			case 4:
+				if r.ema != nil {
+					_, _ = r.ema.Model()
+				}
 			}
 		}
 	})
@@ -577,13 +615,16 @@ func (r *rig) run() (err error) {
 	r.failed, r.rest = false, false
 	err = r.tr.Run(ctx)
 	r.hear()
+	if r.stoppedEarly(err) {
+		return nil
+	}
 	return err
 }
 
 // resume resumes from the checkpoint of a step. The argument ordered reports whether the checkpoint was
 // written after the orders of the step.
-func (r *rig) resume(path string, step int, ordered bool) error {
-	if err := r.tr.Resume(context.Background(), path); err != nil {
+func (r *rig) resume(path string, step int, ordered bool, opts ...llm.ResumeOption) error {
+	if err := r.tr.Resume(context.Background(), path, opts...); err != nil {
 		return err
 	}
 
@@ -651,11 +692,9 @@ func (f *frozen) look(r *rig) {
 		}
 	}
 
-	if r.Train.Frozen {
-		for _, p := range m.Params {
-			if !llm.IsSeedParam(p.Name) {
-				note(p.Name, "the host is frozen")
-			}
+	for _, p := range m.Params {
+		if !r.tr.Config.Learns(p.Name) {
+			note(p.Name, "it does not learn")
 		}
 	}
 

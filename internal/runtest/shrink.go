@@ -80,6 +80,31 @@ func simpler(c Case) (all []Case) {
 		add(func(c *Case) { c.Orders = slices.Delete(c.Orders, i, i+1) })
 	}
 
+	add(func(c *Case) { c.Parts.EMA = 0 })
+	add(func(c *Case) { c.Parts.Patience = 0 })
+	add(func(c *Case) { c.Parts.Best = false })
+	add(func(c *Case) { c.Parts.Retention = nil })
+	add(func(c *Case) { c.Parts.RankGrowth = nil })
+	add(func(c *Case) { c.Parts.RankGrowth, c.Tuning = nil, Tuning{} })
+	add(func(c *Case) { c.Tuning.Base = "" })
+	add(func(c *Case) { c.Tuning.OmitBase = false })
+	if a := c.Tuning.Adapter; len(a.Targets) > 1 {
+		add(func(c *Case) { c.Tuning.Adapter.Targets = a.Targets[:1] })
+		add(func(c *Case) { c.Tuning.Adapter.Targets = a.Targets[1:] })
+	}
+	if a := c.Tuning.Adapter; !a.IsZero() {
+		add(func(c *Case) {
+			c.Tuning.Adapter = llm.LoRA{Rank: a.Rank, Alpha: a.Alpha, Targets: a.Targets, Growing: a.Growing}
+		})
+		add(func(c *Case) { c.Tuning.Adapter.Rank = 1 })
+	}
+
+	add(func(c *Case) { c.Text.Packed = false })
+	add(func(c *Case) { c.Text.Pairs = nil })
+	for i := range c.Resumes {
+		add(func(c *Case) { c.Resumes[i].Lenient = false })
+	}
+
 	for i, o := range c.Orders {
 		if o.Via != "" {
 			add(func(c *Case) { c.Orders[i].Via = "" })
@@ -96,7 +121,8 @@ func simpler(c Case) (all []Case) {
 		func(c *llm.Config) { c.Kasmina, c.Seeds, c.SlotWidth = nil, 0, 0 },
 		func(c *llm.Config) { c.Weights = nil },
 		func(c *llm.Config) { c.Streams = nil },
-		func(c *llm.Config) { c.Depth = 0 },
+		func(c *llm.Config) { c.Depth, c.Boundary = 0, 0 },
+		func(c *llm.Config) { c.Boundary = 0 },
 		func(c *llm.Config) { c.Traits = llm.Traits{} },
 		func(c *llm.Config) { c.Documents, c.ZeroOutputs = false, false },
 		func(c *llm.Config) { c.Untied = false },
@@ -113,8 +139,9 @@ func simpler(c Case) (all []Case) {
 	}
 
 	add(func(c *Case) { c.Float64 = false })
-	add(func(c *Case) { c.Optimizer.Muon = false })
-	add(func(c *Case) { c.Optimizer = Optimizer{Muon: c.Optimizer.Muon, LR: c.Optimizer.LR} })
+	o := c.Optimizer
+	add(func(c *Case) { c.Optimizer.Muon, c.Optimizer.Lion, c.Optimizer.Bits8 = false, false, false })
+	add(func(c *Case) { c.Optimizer = Optimizer{Muon: o.Muon, Lion: o.Lion, Bits8: o.Bits8, LR: o.LR} })
 	add(func(c *Case) { c.Text.Rare = false })
 	add(func(c *Case) { c.Text.Tokens = 1000 })
 	t := c.Train
