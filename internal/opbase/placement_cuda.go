@@ -28,6 +28,9 @@ type placement struct {
 
 func (p *placement) place(o gorgonia.Op) { p.op = o }
 
+// name returns the name of the op, for error messages.
+func (p *placement) name() string { return p.op.(interface{ Name() string }).Name() }
+
 // CallsExtern reports that device code runs, so that Gorgonia allocates the result.
 func (p *placement) CallsExtern() bool { return true }
 
@@ -35,24 +38,24 @@ func (p *placement) CallsExtern() bool { return true }
 func (p *placement) CUDADo(extern gorgonia.External, dev gorgonia.Device, prealloc gorgonia.Value,
 	in ...gorgonia.Value) (gorgonia.Value, error) {
 	if prealloc == nil {
-		return nil, fmt.Errorf("%v: Gorgonia has allocated no memory for the result", p.op)
+		return nil, fmt.Errorf("%s: Gorgonia has allocated no memory for the result", p.name())
 	}
 
 	machine, ok := extern.(gorgonia.CUDAMachine)
 	if !ok || int(dev) < 0 || int(dev) >= len(machine.Engines()) {
-		return nil, fmt.Errorf("%v: placed on GPU %d of a %T, want one of a gorgonia.CUDAMachine",
-			p.op, dev, extern)
+		return nil, fmt.Errorf("%s: placed on GPU %d of a %T, want one of a gorgonia.CUDAMachine",
+			p.name(), dev, extern)
 	}
 
 	engine := &machine.Engines()[dev]
 	engine.Context().Synchronize() // enqueued after the computation of the inputs
 	if err := engine.DoWork(); err != nil {
-		return nil, fmt.Errorf("%v: %w", p.op, err)
+		return nil, fmt.Errorf("%s: %w", p.name(), err)
 	}
 
 	if CUDA != nil {
 		if done, err := CUDA(p.op, &p.kept, engine, prealloc, in); err != nil {
-			return nil, fmt.Errorf("%v: %w", p.op, err)
+			return nil, fmt.Errorf("%s: %w", p.name(), err)
 		} else if done {
 			return prealloc, nil
 		}

@@ -104,7 +104,7 @@ func New(m *Runtime) (ls *Layers, err error) {
 		pass := k.Op.NewPass()
 		pass.Begin()
 		if err := l.chooseProcessor(l.encode(pass)); err != nil {
-			return nil, fmt.Errorf("%v: %w", k.Op, err)
+			return nil, fmt.Errorf("%s: %w", k.Node, err)
 		}
 		ls.of[k], ls.layers = l, append(ls.layers, l)
 	}
@@ -277,7 +277,7 @@ func (l *layer) before() error {
 		err = l.chooseProcessor(l.encode(f.pass))
 	}
 	if err != nil {
-		return fmt.Errorf("%v: %w", l.Op, err)
+		return fmt.Errorf("%s: %w", l.Node, err)
 	}
 
 	f.scale, f.mode = l.m.Scale.Current.Scale, mode{}
@@ -320,7 +320,7 @@ func (l *layer) receive(i int, wait bool) error {
 
 	f.busy = false
 	if err := l.deliver(f, l.host[i]); err != nil {
-		return fmt.Errorf("%v: %w", l.Op, err)
+		return fmt.Errorf("%s: %w", l.Node, err)
 	}
 
 	return nil

@@ -6,6 +6,7 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/gpu"
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel/kasmina"
 	"github.com/kasmina-go/kasmina/cudaops/internal/program"
+	"github.com/kasmina-go/kasmina/internal/graph"
 	"github.com/kasmina-go/kasmina/internal/seed"
 	"github.com/kasmina-go/kasmina/op"
 )
@@ -15,8 +16,8 @@ func init() {
 	register[*op.KasminaGradOp](lowerKasminaGrad, linearIn(4))
 }
 
-// kasminaLayerOf returns the layer of o, adding it to the program if necessary.
-func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
+// kasminaLayerOf returns the layer of o, adding it to the program if necessary. n is the node of o or of its gradient.
+func (c *compiler) kasminaLayerOf(n *gorgonia.Node, o *op.KasminaOp) *program.KasminaLayer {
 	for _, l := range c.Kasmina {
 		if l.Op.SharesRun(o) {
 			return l
@@ -24,7 +25,7 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 	}
 
 	x, weights, seeds := o.InputShape(0), o.InputShape(1), o.Lattice.Seeds()
-	l := &program.KasminaLayer{Op: o, Layer: kasmina.Layer{
+	l := &program.KasminaLayer{Op: o, Node: graph.Describe(n), Layer: kasmina.Layer{
 		State: kasmina.State{Seeds: seeds, Slots: weights[0], Wide: weights[1] > o.Chunk()},
 		Rows:  x[0], Chunk: o.Chunk(), Width: weights[1], Eps: o.Config.Epsilon,
 		Type: c.o.Activation, Stability: seed.Stability(o.Config.Stability)}}
@@ -42,7 +43,7 @@ func (c *compiler) kasminaLayerOf(o *op.KasminaOp) *program.KasminaLayer {
 
 func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
 	o := n.Op().(*op.KasminaOp)
-	l := c.kasminaLayerOf(o)
+	l := c.kasminaLayerOf(n, o)
 	if w, s := c.inputOf[in[1].Buffer], c.inputOf[in[2].Buffer]; !o.Replaying {
 		l.Forward = true
 		if w != nil && s != nil && w.Array.Type == gpu.Float32 && s.Array.Type == gpu.Float32 {
@@ -64,7 +65,7 @@ func lowerKasmina(c *compiler, n *gorgonia.Node, in []*program.Array) *program.A
 }
 
 func lowerKasminaGrad(c *compiler, n *gorgonia.Node, in []*program.Array) *program.Array {
-	l := c.kasminaLayerOf(n.Op().(*op.KasminaGradOp).Forward)
+	l := c.kasminaLayerOf(n, n.Op().(*op.KasminaGradOp).Forward)
 	l.Backward = true
 	x, weights, scales := c.asActivation(n, in[0]), c.as(n, in[1], gpu.Float32), c.as(n, in[2], gpu.Float32)
 	g := c.asActivation(n, in[4])

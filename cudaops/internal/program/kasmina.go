@@ -11,6 +11,7 @@ import (
 type KasminaLayer struct {
 	kasmina.Layer // operand addresses are null
 	Op            *op.KasminaOp
+	Node          string // the first node of the layer, for error messages
 	Memory        *Array // the seeds' state, laid out as described by kasmina.State
 	First         int    // index of the layer's first seed among the seeds of all layers
 	Forward       bool   // the graph contains the op itself, not only replays or the backward op
