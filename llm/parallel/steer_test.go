@@ -108,7 +108,7 @@ func TestBoardSteersAllRanks(t *testing.T) {
 
 // steerAsPerson germinates a seed, saves, and stops the run after the checkpoint has appeared.
 func steerAsPerson(ctx context.Context, c *api.Client, path string) error {
-	ctx, stop := context.WithTimeout(ctx, patience/2)
+	ctx, stop := context.WithTimeout(ctx, patience)
 	defer stop()
 	for { // until the run has started
 		err := c.Do(ctx, "0", state.Command{Action: state.Germinate, Seed: 3, Why: "it is hungry",
@@ -175,9 +175,9 @@ func TestBoardMeasuresAllRanks(t *testing.T) {
 			require.NoError(t, err)
 			server := httptest.NewServer(b)
 			asked := 0
-			tr.On(func(e llm.Event) error { // each request arrives in the middle of a step
+			tr.On(func(e llm.Event) error { // each request arrives in the middle of a step, or at its end
 				if e.Kind == llm.StepEnd {
-					time.Sleep(5 * time.Millisecond) // the answers arrive before the last step
+					awaitOrder(b, asked)
 				}
 				if e.Kind == llm.StepEnd && e.Step%10 == 5 && asked < 4 {
 					body := []string{`{"mode":"Off"}`, `{"mode":"Sampling","every":3}`,
@@ -240,6 +240,18 @@ func TestBoardMeasuresAllRanks(t *testing.T) {
 			require.True(t, bytes.Equal(safetensors.Memory(x.Data), safetensors.Memory(got[i].Data)),
 				"%s on %d ranks", x.Name, ranks)
 		}
+	}
+}
+
+// awaitOrder waits until a board has received the given number of orders.
+func awaitOrder(b *board.Board, n int) {
+	for n > 0 {
+		w := httptest.NewRecorder()
+		b.ServeHTTP(w, httptest.NewRequest("GET", fmt.Sprint("http://127.0.0.1/api/v1/runs/0/orders/", n), nil))
+		if w.Code == http.StatusOK {
+			return
+		}
+		time.Sleep(5 * time.Millisecond)
 	}
 }
 
