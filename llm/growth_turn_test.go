@@ -61,13 +61,16 @@ func TestConcurrentCallsWhileGrowing(t *testing.T) {
 	layer := m.LayerAt(blueprints.Weight)
 	require.NoError(t, tr.Grow(Growth{Controller: replanting{layer}, Validation: text,
 		Refused: func(state.Command, error) {}}))
-	reshaped := 0
+	const enough = 4 // reshapes
+	reshaped, often := 0, make(chan struct{})
 	dir := t.TempDir()
 	checkpoint := filepath.Join(dir, "checkpoint")
 	require.NoError(t, tr.Save(checkpoint))
 	tr.On(func(e Event) error {
 		if e.Kind == Reshaped {
-			reshaped++
+			if reshaped++; reshaped == enough {
+				close(often)
+			}
 		}
 		return nil
 	}, SampleText(tr, tokenizer.Bytes{}, "the", 4, sampler.Config{Temperature: 1}, "", 1))
@@ -126,14 +129,21 @@ func TestConcurrentCallsWhileGrowing(t *testing.T) {
 		})
 	}
 
-	go func() { callers.Wait(); cancel() }()
+	go func() {
+		defer cancel()
+		callers.Wait()
+		select {
+		case <-often:
+		case <-time.After(2 * time.Minute):
+		}
+	}()
 	err = tr.Run(ctx)
 	callers.Wait()
 	if !errors.Is(err, context.Canceled) {
 		t.Fatal(err)
 	}
 
-	require.Greater(t, reshaped, 3)
+	require.GreaterOrEqual(t, reshaped, enough)
 }
 
 // TestResumeBetweenSteps resumes a model with different blocks while a callback of a run is active.

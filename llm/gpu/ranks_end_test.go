@@ -37,8 +37,8 @@ func (s *sign) Write(b []byte) (int, error) {
 }
 
 // TestRanksEnd checks that when a rank on a GPU is killed in the middle of its work, all processes
-// exit within 10 s and name the rank, and that they exit soon after the deadline when a rank is
-// suspended instead.
+// exit within two minutes and name the rank, and that they exit no later after the deadline when a
+// rank is suspended instead.
 func TestRanksEnd(t *testing.T) {
 	gpus(t)
 	self, err := os.Executable()
@@ -48,8 +48,8 @@ func TestRanksEnd(t *testing.T) {
 		within time.Duration
 		want   string
 	}{
-		"killed":  {syscall.SIGKILL, 10 * time.Second, "rank 1"},
-		"stopped": {syscall.SIGSTOP, rankSilence + 10*time.Second, "hangs: no message"},
+		"killed":  {syscall.SIGKILL, 2 * time.Minute, "rank 1"},
+		"stopped": {syscall.SIGSTOP, rankSilence + 2*time.Minute, "hangs: no message"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir, out, ended := t.TempDir(), &sign{started: make(chan struct{})}, make(chan error, 1)

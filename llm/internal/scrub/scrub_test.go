@@ -32,7 +32,7 @@ func TestScrubber(t *testing.T) {
 	require.Eventually(t, func() bool {
 		found = append(found, s.Fresh()...)
 		return len(found) == 2
-	}, 10*time.Second, time.Millisecond)
+	}, 2*time.Minute, time.Millisecond)
 	require.ErrorContains(t, found[1], "layer 1: ")
 	time.Sleep(3 * s.Period)
 	require.Empty(t, s.Fresh(), "findings that are known")
