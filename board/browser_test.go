@@ -80,8 +80,9 @@ func (w *window) shoot(name string) {
 func (w *window) accessible(view string) {
 	w.Helper()
 	w.Accessible(view)
-	require.LessOrEqual(w, eval[int](w, "document.documentElement.scrollWidth - innerWidth"), 0,
-		"%s: the page is wider than its window", view)
+	require.Eventually(w, func() bool { // the page may still be drawing
+		return eval[int](w, "document.documentElement.scrollWidth - innerWidth") <= 0
+	}, patience, 50*time.Millisecond, "%s: the page is wider than its window", view)
 }
 
 // paced slows a run down so that it can be watched.

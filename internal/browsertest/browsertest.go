@@ -21,8 +21,8 @@ import (
 //go:embed axe.js
 var axe string
 
-// patience is the time limit for an action on a page. It allows for slow machines.
-const patience = 60 * time.Second
+// patience is the time limit for the start of the browser and for an action on a page. It allows for slow machines.
+const patience = 2 * time.Minute
 
 // A Window is a browser window. Actions that use Context directly have no time limit.
 type Window struct {
@@ -55,7 +55,7 @@ func Run(m *testing.M) (code int) {
 // start starts a browser. The returned functions end it, in reverse order.
 func start(parent context.Context, path string) (ctx context.Context, stop []func(), err error) {
 	ctx, stopAllocator := chromedp.NewExecAllocator(parent, chromedp.ExecPath(path), chromedp.NoSandbox,
-		chromedp.Headless, chromedp.Flag("disable-dev-shm-usage", true))
+		chromedp.Headless, chromedp.Flag("disable-dev-shm-usage", true), chromedp.WSURLReadTimeout(patience))
 	ctx, stopBrowser := chromedp.NewContext(ctx)
 	return ctx, []func(){stopAllocator, stopBrowser}, chromedp.Do(ctx)
 }
