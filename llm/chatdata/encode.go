@@ -121,8 +121,8 @@ func (e *Encoder) Encode(x Example) ([]Sequence, error) {
 	return all, nil
 }
 
-// alignAnswers lets both answers of a pair start at the same token. They differ if a token of only one of
-// them includes the end of the prompt. TRL does the same.
+// alignAnswers makes both answers of a pair start at the same token, the earlier of the two starts. The
+// starts differ if the first token of one answer also covers the end of the prompt. TRL does the same.
 func alignAnswers(chosen, rejected Sequence) {
 	first := min(slices.Index(chosen.Learn, true), slices.Index(rejected.Learn, true))
 	for _, s := range []Sequence{chosen, rejected} {
@@ -216,8 +216,9 @@ func (e *Encoder) conversation(x *Example, answer Content) ([]Sequence, error) {
 	return []Sequence{s}, nil
 }
 
-// Prompt returns the text that the model is given to answer an example: everything before the last turn of
-// the assistant, with the invitation to the assistant, or the prompt of a completion. Of a text it is "".
+// Prompt returns the text that the model continues to answer an example. For a conversation, that is
+// everything before the last turn of the assistant, followed by the template's generation prompt. For a
+// completion, it is the prompt, and for plain text "".
 func (e *Encoder) Prompt(x Example) (string, error) {
 	if !x.Completion.IsChat() {
 		return x.Prompt.Text, nil

@@ -17,16 +17,16 @@ import (
 // use.
 type Loader struct {
 	sequences []Sequence
-	pairs     *Pairs  // the sequences are answers of these pairs, two for each; nil for other data
+	pairs     *Pairs  // whose answers the sequences are, two for each pair; nil for other data
 	rows      [][]int // indices of the sequences, or of the pairs, in each row
-	targets   []int   // number of targets in each row, or of pairs
+	targets   []int   // number of targets, or of pairs, in each row
 	vocab     int     // larger than every id
 	config    data.LoaderConfig
 	state     data.LoaderState
 	batch     data.Batch
 
-	order []int // the rows in the order of the epoch
-	epoch int64 // epoch of that order, or -1
+	order []int // indices of the rows, in the order of the epoch
+	epoch int64 // epoch that order belongs to, or -1
 }
 
 // NewLoader packs sequences into rows of c.Seq tokens and returns a Loader at the start of its first
@@ -158,10 +158,10 @@ func (l *Loader) SetState(s data.LoaderState) error {
 	case s.Data != l.state.Data:
 		return fmt.Errorf("chatdata: Loader.SetState: %w", data.ErrChanged)
 	case s.Seq != l.state.Seq:
-		return fmt.Errorf("chatdata: Loader.SetState: the state has rows of %d tokens, and the loader %d",
+		return fmt.Errorf("chatdata: Loader.SetState: the state has rows of %d tokens, and the loader has rows of %d",
 			s.Seq, l.state.Seq)
 	case s.Epoch < 0 || s.Next < 0 || s.Next > int64(len(l.rows)):
-		return fmt.Errorf("chatdata: Loader.SetState: epoch %d, row %d of %d", s.Epoch, s.Next, len(l.rows))
+		return fmt.Errorf("chatdata: Loader.SetState: the position is invalid: epoch %d, row %d of %d", s.Epoch, s.Next, len(l.rows))
 	}
 
 	l.state = s
@@ -244,7 +244,7 @@ func (l *Loader) InUse() data.Batch { return l.batch }
 func (l *Loader) Sequences() []Sequence { return slices.Clip(l.sequences) }
 
 // Evaluation packs held-out sequences for evaluations in batches of rows of seq tokens. Its bits per byte
-// are those of the learned text.
+// count only the bytes of the learned text.
 func (e *Encoder) Evaluation(sequences []Sequence, batch, seq int) (*data.Evaluation, error) {
 	l, err := NewLoader(sequences, data.LoaderConfig{Batch: 1, Seq: seq})
 	if err != nil {

@@ -97,8 +97,9 @@ func (p *Pairs) fill(b *data.Batch, at, start, answer int) {
 		b.Count++
 	}
 
-	// The sum of the references is exact, even though each becomes a float32: the second token has the
-	// rounding error of the first. An answer of one token has a single log-probability, without rounding.
+	// Each token's reference is a float32, but their sum is exact, because the second token gets the
+	// rounding error of the first. An answer of one token needs no rounding: its log-probability is a
+	// single float32.
 	rest := 0.0
 	if p.references != nil {
 		rest = p.references[answer]
@@ -115,8 +116,8 @@ func (p *Pairs) fill(b *data.Batch, at, start, answer int) {
 	}
 }
 
-// Loader returns a loader that returns the pairs in an order that depends only on the seed. Its batches
-// exist once the references are set.
+// Loader returns a loader that returns the pairs in an order that depends only on the seed. Set the
+// references before reading batches.
 func (p *Pairs) Loader(seed uint64) *Loader {
 	c := p.all.config
 	c.Seed = seed

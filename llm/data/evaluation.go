@@ -48,8 +48,8 @@ func NewEvaluation(text []byte, tok tokenizer.Tokenizer, batch, seq int) (*Evalu
 
 // NewDocumentEvaluation is like [NewEvaluation] for several documents, or parts of documents, and a
 // model with Config.Documents. The batches contain the start positions of the documents. Each
-// document is encoded separately. If the tokenizer is a BPE or implements EndOfDocument() int, the
-// end-of-document token follows each document and is a target as well.
+// document is encoded separately. If the tokenizer is a [tokenizer.DocumentEnder] with an
+// end-of-document token, that token follows each document and is a target as well.
 func NewDocumentEvaluation(documents [][]byte, tok tokenizer.Tokenizer,
 	batch, seq int) (*Evaluation, error) {
 	return newEvaluation("NewDocumentEvaluation", documents, true, tok, batch, seq)

@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// fileIdentity returns a string that distinguishes a file from another file at the same path, and
-// the time of the last change of the file, including changes of its times.
+// fileIdentity returns a string that distinguishes a file from other files that have had the same
+// path, and the time when the contents or the metadata of the file last changed.
 func fileIdentity(info fs.FileInfo) (identity string, changed time.Time) {
 	s, ok := info.Sys().(*syscall.Stat_t)
 	if !ok {

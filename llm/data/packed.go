@@ -6,9 +6,9 @@ import (
 	"slices"
 )
 
-// NewPackedEvaluation returns an evaluation of sequences of seq tokens, packed with several documents
-// each or containing tokens without a target, such as the sequences of package chatdata. rows must
-// contain a whole number of sequences. bytes is the number of bytes of text that the targets represent.
+// NewPackedEvaluation returns an evaluation of sequences of seq tokens. A sequence may contain several
+// documents, and tokens without a target, like those of package chatdata. rows must contain a whole
+// number of sequences. bytes is the number of bytes of text that the targets represent.
 //
 // If rows contains preference pairs, each pair is numbered by the index of its first token, and no pair
 // may span two sequences. The references may change until the evaluation is used.

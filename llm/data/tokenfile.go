@@ -157,7 +157,7 @@ func (h tokenHeader) check(want tokenHeader) error {
 	case h.Fingerprint != want.Fingerprint:
 		return fmt.Errorf("%w: its tokens belong to another text", ErrChanged)
 	case h.Width != want.Width:
-		return fmt.Errorf("its header says ids of %d bytes, want ids of %d", h.Width, want.Width)
+		return fmt.Errorf("its header specifies ids of %d bytes, want ids of %d", h.Width, want.Width)
 	}
 	return nil
 }
@@ -254,9 +254,9 @@ func (t *TokenFile) Close() error { return t.f.Close() }
 // killed. Missing directories are created.
 //
 // Documents are encoded separately, in portions of up to 1 MiB that end after a newline if they
-// contain one. If the tokenizer is a BPE or implements EndOfDocument() int, the end-of-document token
-// follows each document. The file depends only on the text and the tokenizer, not on the number of
-// cores. WriteTokens needs memory for only a few portions.
+// contain one. If the tokenizer is a [tokenizer.DocumentEnder] with an end-of-document token, that
+// token follows each document. The file depends only on the text and the tokenizer, not on the number
+// of cores. WriteTokens needs memory for only a few portions.
 //
 // If progress is not nil, it is called with the number of bytes encoded so far and the total.
 // WriteTokens stops if progress returns an error or ctx is done.

@@ -14,8 +14,8 @@ import (
 
 // Tokens is a text as token ids that can be read from any offset. A Loader needs nothing else from
 // its data. The ids are within the vocabulary of the tokenizer that produced them. If a token ends
-// each document, an optional method EndOfDocument() int returns it. Methods may be called
-// concurrently, because a Loader reads in the background.
+// each document, implement [tokenizer.DocumentEnder] as well. Methods may be called concurrently,
+// because a Loader reads in the background.
 type Tokens interface {
 	Len() int64
 	// Tokenizer returns the name of the tokenizer, and VocabSize the size of its vocabulary.

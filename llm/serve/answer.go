@@ -25,11 +25,11 @@ type job struct {
 	end     []int      // tokens that end an answer
 	reasons bool       // whether to separate reasoning from the answer
 	thinks  bool       // whether the prompt ends with the mark at the start of the reasoning
-	tools   callFormat // of the tool calls to look for
-	names   []string   // of the functions that can be called
+	tools   callFormat // format of the tool calls that the answer may contain
+	names   []string   // names of the functions that can be called
 	oneTool bool       // whether the first call ends the answer
 
-	matcher *grammar.Matcher // of the texts that the request permits, or nil
+	matcher *grammar.Matcher // limits the answer to the texts that the request permits; nil without a limit
 }
 
 // A choice describes one answer to a request.
@@ -244,8 +244,8 @@ type output struct {
 	think  thinkFinder
 	calls  finder
 
-	written  int // bytes of text given to the cutter
-	released int // and returned by it
+	written  int // bytes passed to the cutter
+	released int // bytes that the cutter returned
 	tokens   []token
 	stopText string
 	stopped  bool
@@ -258,7 +258,7 @@ func (o *output) note(id int, s *sampler.Sampler) {
 		slices.Clone(s.Top()), o.written})
 }
 
-// write emits the text as far as it can neither belong to a stop text nor to a tool call.
+// write emits the text up to the first byte that may belong to a stop text or a tool call.
 func (o *output) write(text []byte) error {
 	if o.stopped {
 		return errStopped

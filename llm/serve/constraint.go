@@ -50,8 +50,8 @@ func (s *matchers) matcher(name string, g *grammar.Grammar) (*grammar.Matcher, e
 
 // A wanted describes the texts that a request permits.
 type wanted struct {
-	param   string // that asks for it
-	name    string // of the grammar
+	param   string // parameter of the request that sets the limit
+	name    string // name of the grammar
 	grammar *grammar.Grammar
 }
 

@@ -260,11 +260,12 @@ func (s *Server) guarded(next http.Handler) http.Handler {
 	})
 }
 
-// crossOrigin answers the questions that browsers ask before scripts of other pages may use the server.
+// crossOrigin answers CORS preflight requests, which browsers send before scripts of other pages may
+// use the server.
 //
-// Browsers send some cross-origin requests without asking first. crossOrigin refuses them, so that no web
-// site can use a server on the reader's computer. Without API keys, it also refuses unknown host names, since
-// a hostile site could let its name resolve to that computer (DNS rebinding).
+// Browsers send some cross-origin requests without a preflight request. crossOrigin refuses them, so that no
+// web site can use a server on the reader's computer. Without API keys, it also refuses unknown host names,
+// since a hostile site could let its name resolve to that computer (DNS rebinding).
 func (s *Server) crossOrigin(next http.Handler) http.Handler {
 	hosts := []string{"localhost"}
 	if name, err := os.Hostname(); err == nil {
@@ -299,7 +300,8 @@ func (s *Server) crossOrigin(next http.Handler) http.Handler {
 	})
 }
 
-// allowedHeaders returns the headers that a script may send: any headers it asks for.
+// allowedHeaders returns the headers that a script may send, which are all headers that the
+// preflight request names.
 func allowedHeaders(r *http.Request) string {
 	if asked := r.Header.Get("Access-Control-Request-Headers"); asked != "" {
 		return asked

@@ -38,12 +38,13 @@ type Model struct {
 	Sampling sampler.Config
 }
 
-// NewModel describes the model of a folder, to be continued by g with up to context tokens. It reads the
-// folder's tokenizer and its chat template. The model has the name of the folder, or of a
-// GGUF file. If the folder's generation settings ask for sampling, they become the model's Sampling. Otherwise, it draws from
-// all tokens at temperature 1.
+// NewModel describes the model of a folder. It reads the folder's tokenizer and its chat template. g
+// generates the answers and supports contexts of up to context tokens. The model has the name of the
+// folder, or of a GGUF file. If the folder's generation settings enable sampling, they become the
+// model's Sampling. Otherwise, the model draws from all tokens at temperature 1.
 //
-// A missing or unusable chat template is no error, but becomes the model's NoTemplate.
+// A missing or unusable chat template is not an error. The model's NoTemplate then holds the
+// reason.
 func NewModel(f *hf.Folder, g Generator, context int) (*Model, error) {
 	m, err := describeModel(f, f.Name(), g, context)
 	if err != nil {

@@ -10,8 +10,9 @@ import (
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
 
-// unsupported are the parameters of OpenAI's API, and of other servers with that API, that would change
-// the answer, with the values that change nothing.
+// unsupported lists parameters of OpenAI's API, and of other servers with that API, that this server
+// does not implement. The value of each is the one that does not change the answer and is therefore
+// accepted.
 var unsupported = map[string]string{
 	"suffix":                 `""`,
 	"use_beam_search":        "false",
@@ -353,7 +354,7 @@ type textFormat struct {
 	offsets []int    // characters of each answer so far
 }
 
-// textLogProbs returns the log-probabilities of tokens as the older API has them.
+// textLogProbs returns the log-probabilities of tokens in the format of /v1/completions.
 func (f *textFormat) textLogProbs(tokens []token, choice int) any {
 	m := f.job.model
 	texts, probs, tops, offsets := []string{}, []float64{}, []map[string]float64{}, []int{}
@@ -425,7 +426,7 @@ func (s *Server) parseText(p *params) (*job, format, error) {
 	f.each = n
 	echo := p.bool("echo", false)
 	if echo && f.logProbs {
-		p.fail("echo", "this server has no log-probabilities of prompts: leave out echo or logprobs")
+		p.fail("echo", "this server does not compute log-probabilities of prompts: leave out echo or logprobs")
 	}
 	w := p.readWanted()
 	if p.err != nil {
@@ -462,8 +463,8 @@ func (s *Server) parseText(p *params) (*job, format, error) {
 	return j, f, p.err
 }
 
-// inputs returns the tokens of a parameter with texts: a text, an array of tokens and texts, or an array of up to most
-// of these. An array with only texts is several texts. encode encodes a whole text.
+// inputs returns the tokens of a parameter with texts. Its value is a text, an array of tokens and texts, or an array
+// of up to most of these. An array that contains only texts holds several texts. encode encodes a whole text.
 func (m *Model) inputs(raw json.RawMessage, name string, most int, encode func(string) []int) ([][]int, error) {
 	if isNull(raw) {
 		return nil, invalid(name, "it is missing")

@@ -20,7 +20,7 @@ type params struct {
 	err error
 }
 
-// fail keeps an error, unless there is one already.
+// fail records an error, unless there is one already.
 func (p *params) fail(name, format string, args ...any) {
 	if p.err == nil {
 		p.err = invalid(name, format, args...)

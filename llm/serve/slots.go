@@ -10,8 +10,8 @@ import (
 // errBusy reports that too many requests wait for slots.
 var errBusy = errors.New("too many requests wait")
 
-// slots limits the number of requests that are generated at the same time. Requests get slots in the order
-// of their arrival.
+// slots limits the number of requests whose answers are generated at the same time. Requests get slots in
+// the order of their arrival.
 type slots struct {
 	mu      sync.Mutex
 	free    int

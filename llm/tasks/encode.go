@@ -137,8 +137,8 @@ func (e *encoder) scored(context, scored []int, text string) (llm.Continuation, 
 	return llm.Continuation{Tokens: tokens[max(0, len(tokens)-e.window-1):], Scored: len(scored)}, nil
 }
 
-// rolling divides a text into windows that together score each token once. The first window starts with
-// the prefix token. The last window is as long as the others, so it also contains tokens that the window before it
+// rolling divides a text into windows that together score each token once. The first window starts with the prefix
+// token. The last window is as long as the others. It therefore begins with tokens that the previous window
 // scores.
 func (e *encoder) rolling(text string) (windows []llm.Continuation, err error) {
 	tokens := e.whole(text, e.prefixText)
@@ -207,9 +207,8 @@ func (e *encoder) prompts(item *Item) ([][]llm.Continuation, error) {
 		tokens = tokens[max(0, len(tokens)-e.window):]
 		switch {
 		case scored < 1:
-			return nil, fmt.Errorf("all tokens of prompt %d are shared with other choices, so it cannot be scored: remove the "+
-				"item",
-				i+1)
+			return nil, fmt.Errorf("all tokens of prompt %d are shared with other choices, so it cannot be scored: "+
+				"remove the item", i+1)
 		case scored >= len(tokens):
 			return nil, fmt.Errorf("the continuation of prompt %d has %d tokens, and the model's window %d: "+
 				"remove the item, or choose a larger window", i+1, scored, e.window)

@@ -33,8 +33,8 @@ type Settings struct {
 
 	// Progress is called with the number of finished items, if it is not nil.
 	Progress func(done, of int)
-	// Log is the path of a file that collects the responses for each item. Responses that the file already
-	// has are not computed again. If Log is "", there is no such file.
+	// Log is the path of a file that collects the responses for each item. Responses that are already in
+	// the file are not computed again. If Log is "", there is no such file.
 	Log string
 	// Model identifies the model, and everything else that affects its responses. A Log of another model is
 	// refused.
@@ -382,7 +382,7 @@ func mostLikely(logits any) int {
 
 // results grades all items and computes the metrics.
 func (r *evaluation) results(ctx context.Context) (results []Result, err error) {
-	centered, deviation := 0.0, 0
+	centered, cores := 0.0, 0
 	for i, t := range r.tasks {
 		result, err := r.result(ctx, t, r.answers[i])
 		if err != nil {
@@ -392,15 +392,15 @@ func (r *evaluation) results(ctx context.Context) (results []Result, err error) 
 			x := (result.Metrics[0].Value - t.chance) / (1 - t.chance)
 			result.Metrics = append(result.Metrics, MetricResult{Metric: Metric{"centered", "none", true, core},
 				Value: x, Deviation: math.NaN()})
-			centered, deviation = centered+x, deviation+1
+			centered, cores = centered+x, cores+1
 		}
 		results = append(results, result)
 	}
 
-	if deviation > 0 {
-		results = append(results, Result{Task: "CORE", Format: "core", Items: deviation,
+	if cores > 0 {
+		results = append(results, Result{Task: "CORE", Format: "core", Items: cores,
 			Metrics: []MetricResult{{Metric: Metric{"core", "none", true, core},
-				Value: centered / float64(deviation), Deviation: math.NaN()}}})
+				Value: centered / float64(cores), Deviation: math.NaN()}}})
 	}
 	return results, nil
 }

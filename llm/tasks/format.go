@@ -192,7 +192,7 @@ func readARC(d *document) example {
 	e.question = "Question: " + stem + "\nAnswer:"
 	key := d.text("answerKey")
 	if len(labels) != len(e.choices) {
-		d.fail("choices", "has %d texts and %d labels, want as many", len(e.choices), len(labels))
+		d.fail("choices", "has %d texts and %d labels, want equal numbers", len(e.choices), len(labels))
 	} else if e.gold = slices.Index(labels, key); e.gold < 0 {
 		d.fail("answerKey", "is %.40q, want one of the labels %q", key, labels)
 	}

@@ -82,7 +82,7 @@ type Response struct {
 	LogProb float64 `json:"log_prob,omitempty"`
 	Greedy  bool    `json:"greedy,omitempty"` // whether the model itself would write the continuation
 	Tokens  int     `json:"tokens,omitempty"` // number of scored tokens
-	Text    string  `json:"text,omitempty"`   // of a Generation
+	Text    string  `json:"text,omitempty"`   // the text that a Generation produced
 }
 
 // A verdict is an item's contribution to the metrics of its task.
