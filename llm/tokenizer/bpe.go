@@ -68,7 +68,7 @@ func newBPE(merges []pair) (*BPE, error) {
 	for i, m := range merges {
 		id := int32(256 + i)
 		if m.left < 0 || m.left >= id || m.right < 0 || m.right >= id {
-			return nil, fmt.Errorf("merge %d is of tokens %d and %d, want ids in [0, %d)", i,
+			return nil, fmt.Errorf("merge %d joins tokens %d and %d, want ids in [0, %d)", i,
 				m.left, m.right, id)
 		}
 		n := int(sizes[m.left]) + int(sizes[m.right])
@@ -77,7 +77,7 @@ func newBPE(merges []pair) (*BPE, error) {
 				maxPiece)
 		}
 		if first := b.merged.add(m, id); first != unmerged {
-			return nil, fmt.Errorf("merge %d is of tokens %d and %d, as is merge %d", i, m.left,
+			return nil, fmt.Errorf("merge %d joins tokens %d and %d, as merge %d does", i, m.left,
 				m.right, first-256)
 		}
 		sizes[id] = uint8(n)
@@ -162,7 +162,7 @@ type bpeEncoder struct {
 	cache map[string]span
 	slab  []int32 // tokens of all pieces in the cache
 	parts []int32 // tokens of a piece during merging
-	next  []int32 // next[i] is the id of the merged parts[i] and parts[i+1], or unmerged
+	next  []int32 // next[i] is the token that parts[i] and parts[i+1] merge into, or unmerged
 }
 
 type span struct{ lo, hi int32 }
@@ -228,7 +228,7 @@ func (e *bpeEncoder) merge(piece []byte) []int32 {
 	}
 }
 
-// becomes returns the id of the merged parts[i] and parts[i+1].
+// becomes returns the token that parts[i] and parts[i+1] merge into, or unmerged.
 func (e *bpeEncoder) becomes(i int) int32 {
 	return e.bpe.merged.find(pair{e.parts[i], e.parts[i+1]})
 }
@@ -348,8 +348,8 @@ func parseBPE(text []byte) (*BPE, error) {
 	number, ok := strings.CutPrefix(string(second[:min(len(second), 40)]), "merges ")
 	n, err := strconv.Atoi(number)
 	if !ok || err != nil || n != lines || n > maxVocab-257 {
-		return nil, fmt.Errorf("its second line is %.80q, want \"merges %d\" for as many lines "+
-			"below, and no more than %d", second, lines, maxVocab-257)
+		return nil, fmt.Errorf("its second line is %.80q, want \"merges %d\", the number of lines "+
+			"below, which must be at most %d", second, lines, maxVocab-257)
 	}
 
 	merges := make([]pair, n)
@@ -403,7 +403,7 @@ func LoadOrTrainBPE(ctx context.Context, path string, text Text, vocab, sample i
 		return nil, err
 	case b.VocabSize() > vocab:
 		return nil, fmt.Errorf("tokenizer: LoadOrTrainBPE: %s has a vocabulary of %d, want at "+
-			"most %d: ask for as many, or name another file for a smaller one", path,
+			"most %d: allow a larger vocabulary, or name another file to train a smaller one", path,
 			b.VocabSize(), vocab)
 	}
 

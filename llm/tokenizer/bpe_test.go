@@ -400,10 +400,10 @@ func TestLoadBPEErrors(t *testing.T) {
 		{"too large a number", signed(bpeHeader + "merges 1\n1 4294967296\n"),
 			"merge 0 is \"1 4294967296\""},
 		{"a later token", signed(bpeHeader + "merges 2\n1 2\n257 1\n"),
-			"merge 1 is of tokens 257 and 1, want ids in [0, 257)"},
-		{"a negative id", signed(bpeHeader + "merges 1\n1 -1\n"), "merge 0 is of tokens 1 and -1"},
+			"merge 1 joins tokens 257 and 1, want ids in [0, 257)"},
+		{"a negative id", signed(bpeHeader + "merges 1\n1 -1\n"), "merge 0 joins tokens 1 and -1"},
 		{"the same again", signed(bpeHeader + "merges 2\n1 2\n1 2\n"),
-			"merge 1 is of tokens 1 and 2, as is merge 0"},
+			"merge 1 joins tokens 1 and 2, as merge 0 does"},
 		{"a long token", signed(long), "merge 7 makes a token of 256 bytes, want at most 128"},
 	} {
 		path := filepath.Join(t.TempDir(), "text.bpe")
@@ -490,7 +490,7 @@ func TestLoadOrTrainBPE(t *testing.T) {
 	require.Equal(t, merges, trained, "the file is not used")
 	small := first.VocabSize() - 1
 	_, err = load(small)
-	require.ErrorContains(t, err, fmt.Sprintf("want at most %d: ask for as many", small))
+	require.ErrorContains(t, err, fmt.Sprintf("want at most %d: allow a larger vocabulary", small))
 	require.NoError(t, os.WriteFile(path, []byte("notes"), 0o666))
 	_, err = load(300)
 	require.ErrorContains(t, err, "notes")

@@ -93,8 +93,8 @@ func LoadSources(folder string) (Sources, error) {
 	return sources, nil
 }
 
-// ParseSources returns the templates in the chat_template of a tokenizer_config.json, which is a text or a list
-// of named ones. It returns ErrNoTemplate if there is no default template.
+// ParseSources returns the templates in the chat_template of a tokenizer_config.json, which is either one
+// template or a list of named templates. It returns ErrNoTemplate if there is no default template.
 func ParseSources(raw json.RawMessage) (Sources, error) {
 	sources, err := templatesOf(raw)
 	if err == nil && sources[DefaultName] == "" {

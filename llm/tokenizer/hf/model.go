@@ -198,7 +198,7 @@ func (m *model) readMerges(v value) error {
 			return fmt.Errorf("merge %d: %w", i, err)
 		}
 		if len(left) == 0 || len(right) == 0 {
-			return fmt.Errorf("merge %d is of an empty token: %s", i, element.short())
+			return fmt.Errorf("merge %d contains an empty token: %s", i, element.short())
 		}
 		p := pair{}
 		if p.left, err = m.mergeToken(left); err == nil {

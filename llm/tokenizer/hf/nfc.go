@@ -11,9 +11,9 @@ import (
 //go:generate python3 nfc.py
 
 // nfc implements Unicode's normalization form C: it decomposes characters, sorts the marks, and composes
-// the characters again. It uses the tables of package norm. Its algorithm would give other results than
-// Hugging Face's tokenizers for runs of more than 30 marks, for some characters beyond U+FFFF, and for
-// newer marks.
+// the characters again. It uses the tables of package norm, but not its algorithm. The algorithm would
+// give other results than Hugging Face's tokenizers for runs of more than 30 marks, for some characters
+// beyond U+FFFF, and for newer marks.
 type nfc struct{}
 
 func (nfc) growth() int { return 3 }

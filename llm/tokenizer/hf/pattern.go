@@ -217,6 +217,7 @@ func (p *patternParser) counted(x expression) expression {
 	p.rest = rest
 	x.empty = x.empty || low == 0
 	x.unbounded = two && second == ""
+	// Many possible lengths count as a repetition without a limit.
 	const few = 8
 	if x.choice = x.choice || two; x.unbounded || high > low+few {
 		x.degree++

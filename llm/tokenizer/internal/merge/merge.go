@@ -50,7 +50,7 @@ func (t *Table) Add(left, right, rank, id int32) (before int32) {
 	return before
 }
 
-// slot returns the index of a pair, or the index where it would be added.
+// slot returns the slot of a pair, or the free slot where it would be added.
 func (t *Table) slot(left, right int32) *slot {
 	mask := uint64(len(t.slots) - 1)
 	at := splitmix.Mix(uint64(uint32(left))<<32|uint64(uint32(right))^t.key) & mask

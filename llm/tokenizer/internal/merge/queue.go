@@ -9,9 +9,10 @@ type entry uint64
 func (e entry) rank() int32 { return int32(e >> 32) }
 func (e entry) at() int32   { return int32(uint32(e)) }
 
-// A queue returns its entries in ascending order. Entries larger than all entries of a sorted list wait
-// to be sorted later, and only entries in between go to a heap. In a run of equal letters, where each
-// pass produces the candidates for the next one, entries are therefore never moved.
+// A queue returns its entries in ascending order. It works through a sorted list. New entries that are
+// larger than all entries of this list wait in another list, to be sorted later, and only other new
+// entries go to a heap. In a run of equal letters, each pass produces the candidates for the next one,
+// so no entry goes to the heap.
 type queue struct {
 	sorted, later []entry
 	between       heap

@@ -630,6 +630,7 @@ func (in *interpreter) replace(s, from, to string, limit int) string {
 	if limit >= 0 {
 		n = min(n, limit)
 	}
+	// The size computed below must not overflow.
 	if len(to) > 0 && n > (math.MaxInt32+len(from))/len(to) {
 		n = math.MaxInt32 / len(to)
 	}

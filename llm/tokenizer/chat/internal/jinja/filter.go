@@ -256,8 +256,9 @@ func init() {
 	}
 }
 
-// lazy returns a generator over the elements of a value that f keeps, as changed by f. Like a Python
-// generator, it starts when its first element is needed.
+// lazy returns a generator of the results of f for the elements of a value, without those that f
+// rejects by returning false. start returns f. Like a Python generator, lazy calls it only when the
+// first element is needed.
 func (in *interpreter) lazy(v value, start func() func(value) (value, bool)) value {
 	var elements *iterator
 	var f func(value) (value, bool)

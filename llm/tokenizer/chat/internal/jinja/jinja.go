@@ -103,10 +103,10 @@ func Parse(source string) (t *Template, err error) {
 	return &Template{body, loads, selfIdent}, nil
 }
 
-// Variables are the named values that a template can use. The values are built by [Value].
+// Variables are the named values that a template can use.
 type Variables map[string]Value
 
-// A Value is a value of the template language, created by [FromGo] or [FromJSON].
+// A Value is a value of the template language, created by [FromGo], [FromJSON], [Dict] or [List].
 type Value struct{ v value }
 
 // Render renders the template with the given variables.

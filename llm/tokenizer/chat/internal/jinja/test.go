@@ -104,8 +104,8 @@ func isSequence(v value) bool {
 	return false
 }
 
-// same reports whether two values are the same object. For equal strings, numbers and other values
-// that were created separately, the answer in Python depends on the version.
+// same reports whether two values are the same object. It fails for equal values other than None, true and
+// false, because the answer in Python depends on how they were created and on the version of Python.
 func (in *interpreter) same(a, b value) bool {
 	single := func(v value) bool {
 		_, isBool := v.(bool)
@@ -117,14 +117,6 @@ func (in *interpreter) same(a, b value) bool {
 
 	if typeName(a) != typeName(b) {
 		return false
-	}
-
-	switch a.(type) {
-	case string, markup, *list, *tuple, *dict, *undefined:
-	default:
-		if !isNumber(a) {
-			break
-		}
 	}
 
 	if !in.equal(a, b) {

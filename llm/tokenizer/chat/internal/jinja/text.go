@@ -89,7 +89,8 @@ func lowerAt(runes []rune, i int, r rune) string {
 	return string(unicode.ToLower(r))
 }
 
-// isFinalSigma reports whether a letter before, but none after a position belongs to its word.
+// isFinalSigma reports whether the sigma at a position ends a word, which means that a letter of
+// the word precedes it and none follows it.
 func isFinalSigma(runes []rune, i int) bool {
 	before := i - 1
 	for before >= 0 && isCaseIgnorable(runes[before]) {
