@@ -178,7 +178,8 @@ func softmax[T Float](p, w []T) {
 
 	var sum float64
 
-	// Exponentials dominate the running time, so the first ones (often all of them) are kept.
+	// Exponentials dominate the running time, so the first 64 (often all of them) are kept instead
+	// of being computed twice.
 	var first [64]float64
 	for i, v := range w {
 		e := math.Exp(float64(v) - top)

@@ -29,20 +29,20 @@ type value struct {
 	shape tensor.Shape
 	flat  any // []float32, []float64 or []int; nil until memory is allocated
 
-	// An input.
+	// For an input:
 	isInput bool
 	bound   gorgonia.Value // the node's value when flat was set
 	shares  bool           // flat is the memory of bound
 
-	// A view of another value's memory, starting at element at.
+	// For a view of another value's memory, which starts at element at:
 	from *value
 	at   int
 
-	// A value with separate memory in the arena.
+	// For a value with separate memory in the arena:
 	room *plan.Interval
 
-	// The last step that reads any part of the value; −1 if there are no readers, and MaxInt for a
-	// kept value.
+	// lastRead is the last step that reads any part of the value. It is −1 if there are no readers,
+	// and MaxInt for a kept value.
 	lastRead  int
 	lastWhole int // the last step that reads the whole value
 
@@ -224,7 +224,7 @@ func (c *compiler) read(in []*value, i int) {
 	}
 }
 
-// gather adds a step that adds a parameter's gradient to a sum that outlasts runs.
+// gather adds a step that adds a parameter's gradient to a sum that is kept between runs.
 func (c *compiler) gather(p *gorgonia.Node, g *value) error {
 	if len(g.shape) == 0 {
 		return fmt.Errorf("WithParams: %s is a scalar", graph.Describe(p))
@@ -334,8 +334,9 @@ func (p *program) allocate() (moved bool) {
 	return moved
 }
 
-// release gives the memory of runs to other programs. It also drops all references to that memory, so
-// that the garbage collector can free arenas that the pool discards.
+// release returns the memory of runs to the pool, so that other programs can use it. It also drops
+// all references to that memory, so that the garbage collector can free arenas that the pool
+// discards.
 func (p *program) release() {
 	giveArena(p.arena)
 	giveArena(p.auxArena)
@@ -360,7 +361,8 @@ func (p *program) release() {
 	}
 }
 
-// adoptAux plans the memory that ops keep for their gradients. The first run has determined its size.
+// adoptAux plans the memory in which ops keep values for their gradients. Its size is known after the
+// first run.
 func (p *program) adoptAux() {
 	last := map[*opbase.Base]int{} // the last step that reads an op's memory
 	var rooms []*plan.Interval

@@ -7,11 +7,11 @@ import (
 	"github.com/kasmina-go/kasmina/optime"
 )
 
-// WithMonitor makes the machine time the ops of one run in every n, where n is the argument. Timing
+// WithMonitor makes the machine time the ops of one run out of every given number of runs. Timing
 // does not change a run's results. [Machine.Monitor] returns the times.
 //
 // The first run is not timed, because its memory is new. Timing reads the clock before and after each op,
-// which takes about a ten-millionth of a second.
+// which takes about 0.1 µs.
 func WithMonitor(every int) Option {
 	return func(c *config) error {
 		if every < 2 {
@@ -22,7 +22,7 @@ func WithMonitor(every int) Option {
 	}
 }
 
-// monitor times the ops of one run in every.
+// monitor times the ops of one run out of every "every" runs.
 type monitor struct {
 	every   int
 	runs    int // since the last sample

@@ -17,7 +17,7 @@ type gradientSum struct {
 	value gorgonia.Value
 	flat  any // the elements of value, []float32 or []float64
 
-	before any // room for a copy, from the first run that needs one
+	before any // memory for a copy, allocated by the first run that needs one
 	undoBy undoing
 }
 

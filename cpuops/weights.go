@@ -160,7 +160,8 @@ func (w *Weights) Add(t WeightType, name string, rows, width int,
 	return nil
 }
 
-// Alias makes the matrix called of available under name as well, without copying it.
+// Alias adds name as another name of the matrix named by the argument of, without copying the
+// matrix.
 func (w *Weights) Alias(name, of string) error {
 	m := w.Compact(of)
 	if m == nil || w.Has(name) {
@@ -224,10 +225,10 @@ func (f *filling) finish() error {
 	return nil
 }
 
-// WithWeights makes inputs with the names of matrices in w read these instead of a value of the node.
-// Linear, AdaptedLinear, SiLUMLP, GELUMLP, Embedding, LinearCrossEntropy, LinearLogProbs and RowNorms can read
-// them, and so can the gradients of such ops with a frozen weight, as well as [autodiff.Recompute]. Several
-// machines can share the weights.
+// WithWeights makes each input that has the name of a matrix in w read this matrix instead of a value of the
+// node. Linear, AdaptedLinear, SiLUMLP, GELUMLP, Embedding, LinearCrossEntropy, LinearLogProbs and RowNorms
+// can read them, and so can the gradients of such ops with a frozen weight, as well as [autodiff.Recompute].
+// Several machines can share the weights.
 //
 // [autodiff.Recompute]: https://pkg.go.dev/github.com/kasmina-go/kasmina/autodiff#Recompute
 func WithWeights(w *Weights) Option {

@@ -28,9 +28,9 @@ type Moment struct {
 	Block int
 }
 
-// Mean describes what a moment holds. Floats and codes are running means of the gradients or of their
-// squares, on which the code that judges growth relies. An optimizer whose formula contains a sum
-// stores the mean instead and scales the step.
+// Mean describes what a moment holds. Moments of floats or codes are running means of the gradients
+// or of their squares. The code that judges growth relies on this. An optimizer whose formula
+// contains a sum stores the mean instead and scales the step.
 type Mean int
 
 const (

@@ -62,9 +62,9 @@ type Kernel struct {
 // step is a kernel's input apart from the data.
 type step struct {
 	Rule
-	lr    float64 // of this parameter
+	lr    float64 // learning rate of this parameter
 	count int     // number of the parameter's steps, including this one
-	shape []int   // of the whole parameter, even if the data is a part
+	shape []int   // shape of the whole parameter, even if the data is a part
 }
 
 // MomentNames returns the names of the kernel's moments.

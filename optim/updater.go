@@ -16,7 +16,7 @@ import (
 // updater is the part of an optimizer that does not depend on its rules. It applies the rules to
 // parameters and keeps each parameter's state by name.
 type updater struct {
-	name string // of the optimizer, in errors
+	name string // name of the optimizer in errors
 
 	// rule returns how the optimizer updates a parameter, and the parameter's learning rate in the
 	// next step.

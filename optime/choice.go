@@ -19,8 +19,8 @@ type Source string
 
 // Sources of choices.
 const (
-	ByRule   Source = "rule"   // by rule of thumb
-	Stored   Source = "stored" // timed before
-	Measured Source = "timed"  // in this process
-	Forced   Source = "forced" // by WithVariants or KASMINA_VARIANTS
+	ByRule   Source = "rule"   // chosen by a rule of thumb
+	Stored   Source = "stored" // timed earlier, with the result stored in a file
+	Measured Source = "timed"  // timed in this process
+	Forced   Source = "forced" // forced by WithVariants or KASMINA_VARIANTS
 )

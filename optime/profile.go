@@ -31,7 +31,7 @@ type Profile struct {
 	Type                         string
 
 	Spans []Span     // on the GPU, in order
-	Host  []HostSpan // of the program, in the step without time stamps
+	Host  []HostSpan // calls in the program, in the step without time stamps
 }
 
 // Span is the time during which a kernel, or other work, occupied the GPU. The kernels of a task (a
@@ -41,15 +41,16 @@ type Span struct {
 	Op     string // such as RMSNormGrad
 	Layer  string // such as model.layers.3; "" if the graph does not determine it
 	Task   int    // number of the task
-	// Start is the time since the start of the step. Times come from the marked step, without the
-	// cost of the marks. They are placed, with even gaps, where the step's captured graphs ran in a
-	// step without marks. If they add up to more than a graph took, which happens with tiny kernels
-	// because a mark also delays the next kernel, they are scaled down.
+	// Start is the time since the start of the step. Times are measured in the step with time
+	// stamps, and exclude the cost of the time stamps. The spans are then placed where the captured
+	// graphs ran in a step without time stamps, with equal gaps between them. If their times add up
+	// to more than a graph took, they are scaled down. This happens with tiny kernels, because a
+	// time stamp also delays the next kernel.
 	Start, Time time.Duration
-	// Figures of the task: the least number of bytes to move, the operations of its products, and
-	// its share of the ceiling, which is the minimum time for the bytes or the operations at the
-	// card's peak, whichever is longer, divided by the task's time. The share can exceed 1 for
-	// operands in the cache, and is 0 without a ceiling.
+	// Bytes is the minimum number of bytes that the task moves, and FLOPs the number of operations
+	// of its products. Share compares the task with the ceiling. It is the minimum time for the
+	// bytes or for the operations at the card's peak, whichever is longer, divided by the task's
+	// time. The share can exceed 1 if operands are in the cache, and is 0 without a ceiling.
 	Bytes, FLOPs, Share float64
 	Float8              bool     // FLOPs counts float8 products
 	Variants            []string // variants chosen from several
@@ -74,8 +75,8 @@ func (p *Profile) Kernels() (sum time.Duration) {
 	return sum
 }
 
-// Busy returns the fraction of the period during which the GPU was busy: kernels by the total time
-// of all captured kernels, and graphs by the time of the captured work, which includes gaps between
+// Busy returns the fraction of the period during which the GPU was busy. kernels counts the time in
+// captured kernels only, and graphs the whole time of the captured work, including the gaps between
 // kernels.
 func (p *Profile) Busy() (kernels, graphs float64) {
 	return rate(p.Kernels().Seconds(), p.Period), rate(p.Graphs.Seconds(), p.Period)
