@@ -57,7 +57,8 @@ func Dropout(x, key *gorgonia.Node, p float64, salt uint64) (*gorgonia.Node, err
 	return applyDropout(name, x, key, p, salt, nil)
 }
 
-// applyDropout adds the op. If it computes the gradient of another dropout, forward is the latter.
+// applyDropout adds the op. If the op computes the gradient of another dropout, forward is that
+// dropout. Otherwise, forward is nil.
 func applyDropout(name string, x, key *gorgonia.Node, p float64, salt uint64,
 	forward gorgonia.Op) (*gorgonia.Node, error) {
 	o := &DropoutOp{P: p, Salt: salt}

@@ -39,10 +39,10 @@ type RoPEConfig struct {
 //     keep their frequency, the frequency of pairs that make at most LowFreq turns is divided by
 //     Factor, and frequencies in between are interpolated.
 //   - YaRN, with BetaFast set: the limits are the pair indices, as real numbers, that make BetaFast
-//     and BetaSlow turns. Pairs below the first keep their frequency, and beyond the second it is
-//     divided by Factor. In between, it is interpolated linearly in the pair index. Cosines and sines
-//     are multiplied by Magnitude (Peng et al., "YaRN: Efficient Context Window Extension of Large
-//     Language Models", 2023).
+//     and BetaSlow turns. Pairs below the first limit keep their frequency, and the frequency of pairs
+//     beyond the second is divided by Factor. In between, the frequency is interpolated linearly in the
+//     pair index. Cosines and sines are multiplied by Magnitude (Peng et al., "YaRN: Efficient Context
+//     Window Extension of Large Language Models", 2023).
 type RoPEScaling struct {
 	Factor   float64 // at least 1
 	LowFreq  float64 `json:",omitempty"`

@@ -13,9 +13,9 @@ import (
 // KeepSlots copies the weights and scales of all slots of a Kasmina layer that are not currently
 // being trained, and returns a function that writes them back.
 //
-// Use it with solvers that do not know about slots, such as gorgonia.NewAdamSolver. Even if its gradient
-// is 0, such a solver keeps changing a parameter as long as the solver remembers earlier gradients, and
-// always does so with weight decay, so that even a fossilized blueprint would change:
+// Use it with solvers that do not know about slots, such as gorgonia.NewAdamSolver. Such a solver
+// changes a parameter whose gradient is 0 as long as it remembers earlier gradients, and always if it
+// uses weight decay. Without KeepSlots, even a fossilized blueprint would therefore change:
 //
 //	restore, err := op.KeepSlots(lattice, weights, scales)
 //	err = solver.Step(gorgonia.NodesToValueGrads(gorgonia.Nodes{weights, scales}))

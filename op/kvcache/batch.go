@@ -19,7 +19,7 @@ type Sequence struct {
 	layers []any // a *cache[float32] or *cache[float64] for each layer
 	tokens int
 	pool   *Pages // holds the keys and values instead of the layers; may be nil
-	pages  []int  // in the pool
+	pages  []int  // indices of its pages in the pool
 }
 
 // Len returns the number of tokens with cached keys and values.

@@ -97,7 +97,7 @@ func (c Config) check(rows int, in gorgonia.Nodes) error {
 
 	if c.Heads < 1 || c.KVHeads < 1 || c.HeadDim < 1 || c.Capacity < 1 || c.Window < 0 ||
 		c.Heads%c.KVHeads != 0 {
-		return fmt.Errorf("%d heads for %d of keys, %d features, a capacity of %d and a window of "+
+		return fmt.Errorf("%d heads, %d heads of keys, %d features, a capacity of %d and a window of "+
 			"%d do not fit", c.Heads, c.KVHeads, c.HeadDim, c.Capacity, c.Window)
 	}
 
@@ -177,7 +177,7 @@ func attend[T cpu.Float](o *AttentionOp, y []T, in opbase.Args) error {
 const least = 16
 
 // Room returns the number of rows to reserve for the given number of tokens, limited to most. Below
-// that limit it is a power of two of at least 16, so that few windows are built while texts grow.
+// that limit it is a power of two of at least 16, so that few graphs are built while texts grow.
 func Room(tokens, most int) int {
 	rows := least
 	for rows < tokens {

@@ -104,7 +104,7 @@ func (a *Adapter) check(dt tensor.Dtype, in, out int) error {
 
 	if a.Rank < 1 || size(a.A) != a.Rank*in || size(a.B) != out*a.Rank || a.Factors != nil && size(a.Factors) != out ||
 		a.Scale-a.Scale != 0 {
-		return fmt.Errorf("rank %d, factor %v, %d, %d and %d numbers do not fit a layer of %v with %d inputs and "+
+		return fmt.Errorf("rank %d, scale %v, and %d, %d and %d elements of A, B and Factors do not fit a layer of %v with %d inputs and "+
 			"%d outputs", a.Rank, a.Scale, size(a.A), size(a.B), size(a.Factors), dt, in, out)
 	}
 	return nil
