@@ -32,7 +32,8 @@ func WithDraws(logits, ids *gorgonia.Node) MachineOption {
 	}
 }
 
-// draws is the host's side of the tokens that a machine draws.
+// draws holds the host memory through which a machine receives rules and returns the tokens that it
+// draws.
 type draws struct {
 	params []int64 // pinned, as the kernels read them
 	pass   *sampling.Pass

@@ -84,7 +84,8 @@ func (m *Machine) enterRuns() error {
 	return m.device.ctx.SyncStream(last.Stream)
 }
 
-// borrowsRuns reports whether the machine uses the memory of the runs of the machine that shares its parameters.
+// borrowsRuns reports whether the machine computes in the memory of the runs of the machine whose parameters it
+// uses.
 func (m *Machine) borrowsRuns(p *program.Program) bool {
 	if !m.config.sharesRuns {
 		return false
@@ -402,7 +403,7 @@ type MemoryPlan struct {
 	Gradients int // sums of gradients over several runs
 	Moments   int // state of the optimizer that the machine has or will have (see WithOptimizer)
 	Run       int // values, gradients and scratch memory of a run, which share memory
-	Workspace int // of matrix products
+	Workspace int // workspace of matrix products
 }
 
 // Total returns the sum.

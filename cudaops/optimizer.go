@@ -98,8 +98,8 @@ func (m *Machine) SetOptimizer(o optim.Optimizer, maxNorm float64) (err error) {
 // this norm only, and the device continues with the rest of the update.
 //
 // If the norm is not finite, no parameter changes and the error wraps [ErrNonFinite];
-// [Machine.NonFinite] then finds the first bad gradient. With WithPrecision(Float16) this is no
-// error as long as the loss scale is above 1, since the next step uses a smaller one: see
+// [Machine.NonFinite] then finds the first bad gradient. With WithPrecision(Float16), this is not
+// an error as long as the loss scale is above 1, since the next step uses a smaller one: see
 // [Machine.LossScale].
 //
 // After an error of the device, which a later call may report, part of the update may have been
@@ -275,12 +275,12 @@ func (m *Machine) DropGradients() (err error) {
 // NonFinite returns the first parameter with a gradient that contains NaN or infinity, or that has an
 // infinite norm. It returns nil if all gradients are finite. It waits for the device.
 //
-// After an update, made or not, NonFinite looks at the gradients of that update. After a later run
-// it looks at the gradients that the next update would apply: with [WithAccumulation], the
-// accumulated ones.
+// After a call of Update, whether or not it changed parameters, NonFinite examines the gradients of
+// that update. After a later run, it examines the gradients that the next update would apply, which
+// are the accumulated ones with [WithAccumulation].
 //
 // With [WithRanks], all ranks return the same parameter after an update. Before an update and after
-// [Rank.Contribute], each rank looks only at the elements that it updates.
+// [Rank.Contribute], each rank examines only the elements that it updates.
 func (m *Machine) NonFinite() (_ *gorgonia.Node, err error) {
 	defer annotate("Machine.NonFinite", &err)
 	x, err := updatable(m)
@@ -358,13 +358,13 @@ func (m *Machine) GradientPrecision() Precision {
 	return Float32
 }
 
-// Rank groups the methods that a machine calls together with the machines of other ranks: see
+// Rank groups the methods that a program calls on the machines of all ranks together: see
 // [Machine.Rank].
 type Rank struct{ m *Machine }
 
-// Rank returns the methods that a machine made with [WithRanks] calls together with the machines of
-// the other ranks, once it has an optimizer. Like the machine's own methods they must not be called
-// concurrently.
+// Rank returns the methods of a machine made with [WithRanks] that must be called on all ranks
+// together, once the machine has an optimizer. Like the machine's own methods, they must not be
+// called concurrently on one machine.
 func (m *Machine) Rank() Rank { return Rank{m} }
 
 // optimizer returns the optimizer that the machine shares with other ranks.

@@ -178,8 +178,8 @@ func WithFrozen(read func(n *gorgonia.Node, put func(part []byte, t Precision) e
 	}
 }
 
-// WithWeights makes inputs with the names of matrices in w whose type is Float8 or NF4 read these instead of a
-// value of the node. The device holds them in the same form, and widens a matrix to the type of activations
+// WithWeights makes each input that has the name of a matrix of type Float8 or NF4 in w read this matrix instead
+// of a value of the node. The device holds them in the same form, and widens a matrix to the type of activations
 // right before each product that reads it, in memory that all layers share. With the precision [Float8], products
 // read matrices of type Float8 directly, and other operands are rounded to float8 instead. Products of up to 64
 // rows in graphs that continue texts read the matrices directly. Matrices of other types are ignored. A machine

@@ -11,7 +11,7 @@ import (
 // pageMemory is the memory of a [kvcache.Pages] on a device. It closes with the pages.
 type pageMemory struct {
 	device *Device
-	at     map[int]gpu.Ptr // by number
+	at     map[int]gpu.Ptr // by number; each attention layer has one number for keys and one for values
 	sizes  map[int]int     // in bytes
 }
 

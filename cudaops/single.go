@@ -16,8 +16,8 @@ import (
 // singleOp computes a single op of a graph that another machine runs, on that machine's memory. It wraps
 // the op in a separate graph and Machine.
 //
-// The other machine is Gorgonia's, which needs the build tag cuda. This file does without the tag so that
-// its tests do, too.
+// The other machine is Gorgonia's, which needs the build tag cuda. This file has no build tag, so that
+// its tests run without the tag.
 //
 // Operands are copied on the device, because the other machine's memory moves between runs and may be
 // unaligned. Captured work and plans of matrix products need fixed, aligned addresses.

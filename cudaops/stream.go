@@ -61,10 +61,10 @@ type StreamOptions struct {
 
 // Stream computes a chain of Kasmina layers, forward only, for one small batch after another.
 //
-// On a GPU, a kernel that stays there computes the batches. It takes them from a ring in pinned memory and
-// reports completions there, so that a batch costs no launch. The kernel ends when the stream is closed
-// and also when it has seen no batch for a while ([StreamOptions].Idle), whatever has become of the
-// program. While batches keep arriving, it occupies most of the GPU, and other work there has to wait.
+// On a GPU, a persistent kernel computes the batches. It takes them from a ring buffer in pinned memory
+// and reports completions there, so that a batch needs no launch. The kernel ends when the stream is
+// closed, and also when it has received no batch for a while ([StreamOptions].Idle), even if the program
+// hangs. While batches keep arriving, it occupies most of the GPU, and other work there has to wait.
 //
 // If the persistent kernel cannot compute a batch, a [Machine] does, with launches and later with a
 // captured graph. Without a GPU, a cpuops.Machine computes all batches. On a GPU, outputs and telemetry
@@ -107,7 +107,7 @@ type streamPlace struct {
 	persistent  bool
 	kernelBatch uint64            // its number among the batches of the persistent kernel
 	passes      []*op.KasminaPass // one for each layer
-	y           []float32         // the result, unless it is persistent
+	y           []float32         // the result, unless persistent is set
 	err         error
 }
 

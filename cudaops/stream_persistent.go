@@ -34,15 +34,15 @@ type persistentStream struct {
 	dtype  gpu.DType
 
 	batches []byte // pinned; x of every place in the ring, and then y
-	staging []byte // pinned; what memory holds
+	staging []byte // pinned; copy of the contents of memory
 	memory  gpu.Ptr
 	layers  []kasminakernel.Layer // with their addresses in memory
 	encoded [][]byte              // states of the lattices
 
 	sent      bool         // memory is up to date, or blocked is set
-	snapshots []state.Pass // the lattices as sent
-	revisions []uint64     // and their revisions
-	blocked   error        // why the kernel cannot compute them
+	snapshots []state.Pass // the lattices as of the last upload
+	revisions []uint64     // revisions of the lattices as of the last upload
+	blocked   error        // why the kernel cannot compute these snapshots; nil if it can
 }
 
 // refresh copies the values of the weights and scales.

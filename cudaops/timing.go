@@ -147,7 +147,7 @@ func (m *Machine) Ceiling() (c optime.Ceiling, err error) {
 	return m.measured.Ceilings()
 }
 
-// WithMonitor makes the machine time the ops of one run in every n, where n is the argument. The timed
+// WithMonitor makes the machine time the ops of one run out of every given number of runs. The timed
 // run is replayed with a time stamp between successive calls, and its results are bit-identical.
 // [Machine.Monitor] returns the times.
 //

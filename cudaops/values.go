@@ -365,10 +365,10 @@ func setOptimizerState(optimizer *update.Optimizer, fetch func(param, moment int
 // made with [WithKept] continue with them. Close it before the device.
 type Kept struct{ memory *run.Kept }
 
-// CloseKept closes the machine, but keeps the parameters and their optimizer state on the device. The
-// machine must have an optimizer, must not be one of several ranks, and must own the memory of its
-// parameters and share it with no other machine. If one of these conditions is violated, nothing changes. After any other
-// error, all memory has been freed.
+// CloseKept closes the machine, but keeps the parameters and their optimizer state on the device. The machine must
+// have an optimizer, must not be one of several ranks, and must own the memory of its parameters and share it with no
+// other machine. If one of these conditions is violated, CloseKept changes nothing. After any other error, all memory
+// has been freed.
 func (m *Machine) CloseKept() (_ *Kept, err error) {
 	defer annotate("Machine.CloseKept", &err)
 	optimizer, err := optimizerOf(m)

@@ -17,9 +17,9 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver"
 )
 
-// Measurement is the time that a kernel takes. If memory bandwidth bounds the kernel, Bytes is the least
-// amount of data to move: each input read once and each output written once. If arithmetic bounds it,
-// FLOPs is the number of operations. The other number is 0.
+// Measurement is the time that a kernel takes. If memory bandwidth bounds the kernel, Bytes is the
+// minimum amount of data to move, with each input read once and each output written once. If arithmetic
+// bounds it, FLOPs is the number of operations. The other number is 0.
 type Measurement struct {
 	Name  string // kernel, pass and shape, such as rmsnorm_fwd_32768x4096
 	Time  time.Duration

@@ -173,7 +173,7 @@ func (s *streamBench) wall(how string, telemetry, wait bool, batch func(i int), 
 
 	s.timing = name
 	once := func(n int) time.Duration {
-		runtime.GC() // which would count
+		runtime.GC() // so that a collection is less likely to fall into the measured time
 		start := time.Now()
 		for i := range n {
 			batch(i)

@@ -11,8 +11,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/run"
 )
 
-// timer times launches on a stream. It reports an error by a panic, which ends all benchmarks and which
-// measure recovers.
+// timer times launches on a stream. It reports an error by a panic. The function measure recovers the
+// panic and ends all benchmarks.
 type timer struct {
 	*kernel.Set
 	stream gpu.Stream
@@ -21,7 +21,7 @@ type timer struct {
 	timing string  // name of the running measurement
 	cache  gpu.Ptr // overwritten before each timed launch
 	size   int     // size of the cache buffer in bytes
-	// all lasts for the whole run, memory for a benchmark or less
+	// all holds memory for the whole run, and memory for one benchmark or less
 	all, memory run.Memory
 }
 
