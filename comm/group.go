@@ -130,7 +130,7 @@ type Group interface {
 func CheckCall(name string, g Group, count int, t Type, op Op, peer int) error {
 	switch {
 	case count < 0:
-		return fmt.Errorf("comm: %s of %d elements: want a number from 0", name, count)
+		return fmt.Errorf("comm: %s of %d elements: want at least 0", name, count)
 	case t >= numTypes:
 		return fmt.Errorf("comm: %s of %v: no such type", name, t)
 	case op >= numOps:

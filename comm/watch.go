@@ -43,8 +43,9 @@ var ErrPeer = errors.New("comm: another rank is gone")
 const explanationWait = 2 * time.Second
 
 // Blame determines the cause of a failure of this rank's work, and notifies the other ranks. If err
-// wraps [ErrPeer], Blame waits briefly for a report from the rank that is gone, or of its death. Any
-// other error is this rank's own, so it is passed to Fail.
+// wraps [ErrPeer], Blame waits briefly for a report from the rank that is gone, or of its death, and
+// returns the reported cause. If there is no report, or if err is this rank's own error, Blame
+// passes err to Fail and returns it.
 func (w *World) Blame(err error) error {
 	if errors.Is(err, ErrPeer) {
 		select {

@@ -15,8 +15,8 @@ type route struct {
 	to   []copies // copies by rank, starting with the next rank, so that not all ranks write to the same one
 	from []int    // ranks that send data to this one
 	used []used
-	held bool // destinations are free only between Release and the next Enqueue
-	open bool // destinations are always free
+	held bool // Hold was called: destinations are free only between Release and the next Enqueue
+	open bool // Open was called: destinations are always free
 }
 
 // used is another rank's memory, mapped by a route.

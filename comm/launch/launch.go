@@ -78,7 +78,7 @@ func NodeFromEnvironment(getenv func(string) string) (n Node, perNode int, found
 		v := cmp.Or(getenv(name), otherwise)
 		i, bad := strconv.Atoi(v)
 		if bad != nil || i < 0 {
-			err = errors.Join(err, fmt.Errorf("launch: %s=%q: want a number from 0", name, v))
+			err = errors.Join(err, fmt.Errorf("launch: %s=%q: want an integer of at least 0", name, v))
 		}
 		return i
 	}
@@ -211,12 +211,12 @@ type run struct {
 	exits     chan *process
 	signals   <-chan os.Signal
 	alive     int
-	ending    bool // all processes were asked to terminate
-	forced    bool // all processes were killed
-	explained <-chan time.Time
-	force     <-chan time.Time
-	forwarded os.Signal // first forwarded termination request
-	cause     error     // set if the context or a signal terminated the run
+	ending    bool             // all processes were asked to terminate
+	forced    bool             // all processes were killed
+	explained <-chan time.Time // delivers when a failed process has had enough time to write the reason
+	force     <-chan time.Time // delivers when the grace period is over
+	forwarded os.Signal        // first forwarded termination request
+	cause     error            // set if the context or a signal terminated the run
 }
 
 // process is one process of a run.

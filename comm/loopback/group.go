@@ -51,12 +51,12 @@ func (g *Group) Uncaptured() {}
 // operation is a collective at one rank. It sends its data immediately, waits for the data of other
 // ranks, and then calls finish.
 type operation struct {
-	header header // the call that all other ranks must make too
-	read   []piece
-	write  []piece
-	local  piece
-	finish finish
-	result piece
+	header header  // the call that all other ranks must make too
+	read   []piece // data to send to each rank
+	write  []piece // where to write the data from each rank; the address is 0 if only finish reads it
+	local  piece   // this rank's own contribution
+	finish finish  // may be nil
+	result piece   // where finish writes the result
 	turns  turns
 }
 

@@ -93,7 +93,8 @@ func (p *peer) queue(h header, data []byte) {
 	}
 }
 
-// end delivers the queued messages if all is well, and cuts the connection otherwise.
+// end ends the connection. If well is true, it delivers the queued messages first. Otherwise it
+// drops them.
 func (p *peer) end(well bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -184,8 +185,8 @@ func (p *peer) readAll(g *Group) {
 // maxBytes is the maximum length of a message's data.
 const maxBytes = 1 << 40
 
-// lost terminates the group because the connection to a rank was lost, unless that rank left
-// regularly.
+// lost terminates the group because the connection to a rank was lost, unless that rank has closed
+// its group.
 func (g *Group) lost(p *peer, err error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
