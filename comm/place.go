@@ -177,7 +177,7 @@ func (e *environment) number(names ...string) int {
 		}
 		n, err := strconv.Atoi(v)
 		if err != nil || n < 0 {
-			e.fail("%s=%q: want an integer of at least 0", name, v)
+			e.fail("%s=%q: want a number of at least 0", name, v)
 		}
 		return n
 	}

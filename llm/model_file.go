@@ -134,7 +134,9 @@ func layoutIn(f *modelfile.File) (layout, error) {
 		c.Kasmina = make([]int, 0, strings.Count(text, ","))
 	}
 
-	var moved struct { // to settings of a run, to the model's options, and to PlantedKey
+	// Older versions stored these settings in the configuration. They are now settings of a run, options of the model,
+	// or stored under PlantedKey.
+	var moved struct {
 		Frozen         json.RawMessage `json:"frozen"`
 		Directed       json.RawMessage `json:"directed"`
 		KasminaOptions json.RawMessage `json:"kasmina_options"`
@@ -208,12 +210,13 @@ func LoadModel(ctx context.Context, path string) (*Model, error) {
 		dt = tensor.Float64
 	}
 
-	// A configuration can claim any size, so check that the file contains the tensors before
-	// allocating memory.
 	if f.Metadata[modelfile.BaseKey] != "" {
 		return nil, f.Errorf("it has only the parameters that a run has trained, and not the model that they belong " +
 			"to: resume the run, or load its result")
 	}
+
+	// A configuration can claim any size, so check that the file contains the tensors before
+	// allocating memory.
 	if err := f.Fits(fileShapeOf(c, dt)); err != nil {
 		return nil, err
 	}
@@ -272,8 +275,8 @@ func (m *Model) latticesOf(ctx context.Context, f *modelfile.File) (install func
 	return install, nil
 }
 
-// paramsIn reads the parameters of a configuration, stored with the given prefix. Omitted parameters are those
-// of m.
+// paramsIn reads the parameters of a configuration, stored with the given prefix. Parameters for which omits
+// returns true are taken from m instead.
 func paramsIn(ctx context.Context, m *Model, f *modelfile.File, c layout,
 	prefix string, omits func(param string) bool) ([]Param, error) {
 	var params []Param

@@ -104,8 +104,8 @@ func (s slotStore) check(layer, slot int) error {
 }
 
 // Start draws random weights that depend only on the layer, the seed, the slot and the lattice's epoch,
-// so that a resumed run draws the same ones. The network calls it while the lattice is locked and its
-// epoch known.
+// so that a resumed run draws the same ones. The network calls it while the lattice is locked, so that
+// its epoch cannot change.
 func (s slotStore) Start(g state.Germination) (p state.SlotParams, err error) {
 	if err := s.check(g.Layer, g.Slot); err != nil {
 		return p, err

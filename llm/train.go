@@ -242,7 +242,7 @@ func NewTrainer(m *Model, l Loader, o optim.Optimizer, c TrainConfig) (*Trainer,
 
 	if pairs := l.InUse().Answers != nil; pairs != (c.Preference != nil) {
 		return nil, fmt.Errorf("llm: NewTrainer: TrainConfig.Preference must be set if the loader returns preference pairs, as "+
-			"chatdata.Pairs.Loader does, and only then: it is set: %v, and the loader returns pairs: %v", !pairs, pairs)
+			"chatdata.Pairs.Loader does, and only then: it is set: %v, and the loader has pairs: %v", !pairs, pairs)
 	}
 
 	_, c.masked = l.(MaskedLoader)

@@ -57,7 +57,7 @@ func (d *device) at(p comm.Ptr, n int) []byte {
 			return b[p-base:][:n]
 		}
 	}
-	panic(fmt.Sprintf("%d bytes at %#x are nobody's", n, uint64(p)))
+	panic(fmt.Sprintf("%d bytes at %#x are not in one allocation", n, uint64(p)))
 }
 
 func (d *device) Alloc(bytes int) (comm.Ptr, error) {
@@ -152,7 +152,7 @@ func (d *device) locked(s comm.Stream, f func()) error {
 
 func (d *device) Copy(to, from comm.Ptr, bytes int, s comm.Stream) error {
 	if to < elsewhere || from >= elsewhere {
-		return fmt.Errorf("a copy to %#x from %#x is not one to another rank", uint64(to),
+		return fmt.Errorf("the copy to %#x from %#x is not a copy to another rank", uint64(to),
 			uint64(from))
 	}
 	return d.locked(s, func() { copy(d.at(to, bytes), d.at(from, bytes)) })

@@ -78,7 +78,7 @@ func NodeFromEnvironment(getenv func(string) string) (n Node, perNode int, found
 		v := cmp.Or(getenv(name), otherwise)
 		i, bad := strconv.Atoi(v)
 		if bad != nil || i < 0 {
-			err = errors.Join(err, fmt.Errorf("launch: %s=%q: want an integer of at least 0", name, v))
+			err = errors.Join(err, fmt.Errorf("launch: %s=%q: want a number of at least 0", name, v))
 		}
 		return i
 	}

@@ -229,7 +229,7 @@ func hashOf(key string) []byte {
 	return sum[:]
 }
 
-// keyOf returns the API key of a request, in the header of either API.
+// keyOf returns the API key of a request, from the header that OpenAI's or Anthropic's API uses.
 func keyOf(r *http.Request) string {
 	if scheme, key, ok := strings.Cut(r.Header.Get("Authorization"), " "); ok &&
 		strings.EqualFold(scheme, "Bearer") {

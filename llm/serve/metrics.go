@@ -20,7 +20,8 @@ type metrics struct {
 	seconds  map[string]*duration // by path
 }
 
-// served describes requests by their path and the status of their answers.
+// served describes requests by the pattern of their handler, here called path, and the status of
+// their answers.
 type served struct {
 	path   string
 	status int
@@ -66,7 +67,7 @@ func (r *recorder) Write(p []byte) (int, error) {
 	return r.ResponseWriter.Write(p)
 }
 
-// Unwrap lets [http.ResponseController] find the original.
+// Unwrap lets [http.ResponseController] find the original ResponseWriter.
 func (r *recorder) Unwrap() http.ResponseWriter { return r.ResponseWriter }
 
 // counted counts requests by handler and by status. There are few handlers, unlike paths.

@@ -11,8 +11,8 @@ import (
 )
 
 // unsupported lists parameters of OpenAI's API, and of other servers with that API, that this server
-// does not implement. The value of each is the one that does not change the answer and is therefore
-// accepted.
+// does not implement. The value for each lists the JSON texts, separated by spaces, that do not
+// change the answer and are therefore accepted.
 var unsupported = map[string]string{
 	"suffix":                 `""`,
 	"use_beam_search":        "false",
@@ -199,7 +199,7 @@ func (m *Model) jsonProb(p sampler.TokenProb) jsonProb {
 	return jsonProb{Token: text, LogProb: finite(p.LogProb), Bytes: bytes}
 }
 
-// chatLogProbs returns the log-probabilities of tokens as the chat API has them.
+// chatLogProbs returns the log-probabilities of tokens in the format of /v1/chat/completions.
 func (m *Model) chatLogProbs(tokens []token) any {
 	content := []jsonProb{}
 	for _, t := range tokens {

@@ -25,8 +25,8 @@ func write(t *testing.T, name, text string) string {
 	return path
 }
 
-// TestFormatsFound checks that formats are found from the fields of a file, both for the data sets on the
-// Hugging Face hub and for the original files.
+// TestFormatsFound checks that formats are recognized by the fields of a file, both for the data sets on
+// the Hugging Face hub and for the original files.
 func TestFormatsFound(t *testing.T) {
 	for text, want := range map[string]string{
 		`{"ctx_a":"a","ctx_b":"b","activity_label":"c","endings":["d","e"],"label":"1"}`:                          "hellaswag",
@@ -148,7 +148,7 @@ func (broken) Score(ctx context.Context, texts []llm.Continuation) ([]llm.Contin
 	return scores, nil
 }
 
-// TestBrokenModel checks that answers which are not numbers are not graded.
+// TestBrokenModel checks that an evaluation returns an error if log-probabilities are not finite.
 func TestBrokenModel(t *testing.T) {
 	model, s := testModel(t, models+"tiny")
 	all, err := Open("testdata/piqa.jsonl", Options{})
@@ -221,7 +221,7 @@ func TestResume(t *testing.T) {
 	require.Equal(t, "{}\n", string(left))
 }
 
-// TestTable checks the table and the JSON of results with values that have no number.
+// TestTable checks the table and the JSON of results without a standard error.
 func TestTable(t *testing.T) {
 	model, s := testModel(t, models+"tiny")
 	all, err := Open("testdata/wikitext.jsonl", Options{Limit: 1})

@@ -115,7 +115,7 @@ func (l *Layer) Check(features int, dt tensor.Dtype) error {
 		case err != nil:
 			return err
 		case b.Site != blueprints.Chunk || blueprints.IsGraph(s.Kind):
-			return fmt.Errorf("the kind %v has no arithmetic for chunks", s.Kind)
+			return fmt.Errorf("the kind %v has no arithmetic that changes chunks", s.Kind)
 		case s.Chunk <= before || s.Chunk >= l.Chunks:
 			return fmt.Errorf("a seed at chunk %d after one at %d, of %d chunks", s.Chunk, before, l.Chunks)
 		case !(math.Abs(s.Alpha) <= 1) || s.Scale-s.Scale != 0:

@@ -208,8 +208,8 @@ func Drift(mean0, variance0, mean1, variance1 float64) float64 {
 	return math.Max(math.Abs(rms1-rms0), math.Abs(mean1-mean0)) / rms0
 }
 
-// Timing is the measured time of one run of a layer, forward or backward. The layer's executor may
-// measure it as rarely as it likes.
+// Timing is the measured time of one run of a layer, forward or backward. The code that runs the
+// layer decides how often it measures this time.
 type Timing struct {
 	Kernel    time.Duration // duration of the layer's arithmetic
 	Telemetry time.Duration // additional time for telemetry and the lattice's bookkeeping

@@ -79,7 +79,7 @@ func TestParseErrors(t *testing.T) {
 			`names "abab"`},
 		{"a merge with itself", withModel(smallVocab + `,"merges":["a a"]`), `names "aa"`},
 		{"a merge that loops", withModel(`"vocab":{"a":0,"":1},"merges":[["a",""],["","a"]]`),
-			"of an empty token"},
+			"an empty token"},
 		{"half a merge", withModel(smallVocab + `,"merges":["ab"]`), "want two tokens"},
 		{"a merge of three", withModel(smallVocab + `,"merges":[["a","b","a"]]`), "more than two"},
 		{"merges of numbers", withModel(smallVocab + `,"merges":[7]`), "want an array"},
