@@ -277,7 +277,7 @@ func memoryToCome(m *Machine, p *program.Program) (moments, divided int) {
 // load allocates the program's memory and copies the initial values to it.
 func (m *Machine) load(p *program.Program) (err error) {
 	if m.config.share != nil {
-		if err := borrowable(p); err != nil {
+		if err := borrowable(p, m.config.Activation); err != nil {
 			return err
 		}
 	}
@@ -371,21 +371,31 @@ func (m *Machine) load(p *program.Program) (err error) {
 	return run.Joined(update.ClearSums(r), ctx.SyncStream(r.Stream))
 }
 
-// borrowable returns an error for a program that cannot use the parameters of another machine.
-func borrowable(p *program.Program) error {
+// borrowable returns an error for a program that cannot use the parameters of another machine. t is the type of the
+// program's activations.
+func borrowable(p *program.Program, t gpu.DType) error {
 	if len(p.Borrowed) == 0 {
 		return errors.New("WithParamsOf: no input has the name, type and shape of one of the " +
 			"other machine's parameters")
 	}
 
 	for _, b := range p.Borrowed {
-		if b.Part != nil && slices.ContainsFunc(p.Calls, func(c *program.Call) bool {
-			return c.Touches(b.Array.Buffer)
-		}) {
-			return fmt.Errorf("WithParamsOf: %s is divided among ranks, and each rank has all of "+
-				"it only in the other machine's precision: give both machines the same precision",
-				graph.Describe(b.Node))
+		reads := func(c *program.Call) bool { return c.Touches(b.Array.Buffer) }
+		if b.Part == nil || !slices.ContainsFunc(p.Calls, reads) {
+			continue
 		}
+
+		// The program would read a copy in the type of its activations, if that copy were aligned (borrowedCopies in
+		// package lower).
+		if i := slices.IndexFunc(b.Copies, func(c program.Copy) bool { return c.Type == t }); i >= 0 &&
+			b.Copies[i].At%program.VectorBytes != 0 {
+			return fmt.Errorf("WithParamsOf: %s is divided among ranks, and the other machine's copy of all of it does not "+
+				"start at a multiple of %d bytes: give every parameter a multiple of %d elements", graph.Describe(b.Node),
+				program.VectorBytes, program.VectorBytes/t.Size())
+		}
+		return fmt.Errorf("WithParamsOf: %s is divided among ranks, and each rank has all of "+
+			"it only in the other machine's precision: give both machines the same precision",
+			graph.Describe(b.Node))
 	}
 
 	return nil

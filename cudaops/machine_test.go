@@ -348,6 +348,40 @@ func TestDownloadSkips(t *testing.T) {
 	require.ErrorContains(t, borrower.Download(w), "is not an input of the graph")
 }
 
+// TestBorrowable checks which parameters that are divided among ranks another program can use, and that the error names
+// the reason if it cannot: the type of the copy that each rank has, or the copy's address.
+func TestBorrowable(t *testing.T) {
+	w := gorgonia.NewMatrix(gorgonia.NewGraph(), tensor.Float32, gorgonia.WithShape(4, 6), gorgonia.WithName("w"))
+	values := &program.Array{Buffer: &program.Buffer{}, Type: gpu.Float32, Shape: []int{4, 6}}
+	for _, c := range []struct {
+		copied  gpu.DType
+		at      int
+		divided bool
+		want    string
+	}{
+		{gpu.BFloat16, 0, false, ""},
+		{gpu.Float16, 0, true, "in the other machine's precision"},
+		{gpu.Float16, 8, true, "in the other machine's precision"},
+		{gpu.BFloat16, 8, true, "does not start at a multiple of 16 bytes: give every parameter a multiple of 8 elements"},
+	} {
+		in := &program.Input{Node: w, Array: values, Copies: []program.Copy{{Array: &program.Array{Type: c.copied, At: c.at}}}}
+		if c.divided {
+			in.Part = &program.Part{}
+		}
+		p := &program.Program{Borrowed: []*program.Input{in}}
+		require.NoError(t, borrowable(p, gpu.BFloat16), "no call reads the parameter")
+
+		p.Calls = []*program.Call{{Args: []program.Arg{{Array: values}}}}
+		err := borrowable(p, gpu.BFloat16)
+		if c.want == "" {
+			require.NoError(t, err)
+			continue
+		}
+		require.ErrorContains(t, err, c.want)
+		require.ErrorContains(t, err, "divided among ranks")
+	}
+}
+
 // TestKept checks that machines made with WithKept continue with parameters and moments, whether the
 // previous machine was closed before Kept or after it.
 func TestKept(t *testing.T) {
