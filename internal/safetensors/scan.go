@@ -5,8 +5,9 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
-	"unicode/utf16"
 	"unicode/utf8"
+
+	"github.com/kasmina-go/kasmina/internal/jsonescape"
 )
 
 // scanner reads JSON from left to right. It supports objects, arrays of whole numbers, and strings,
@@ -188,52 +189,12 @@ func unescape(raw string) (string, error) {
 			continue
 		}
 
-		if raw[1] == 'u' {
-			r, n := escapedRune(raw)
-			if n == 0 {
-				return "", fmt.Errorf("%w: escape %.12q in a string", errNotJSON, raw)
-			}
-			b, raw = utf8.AppendRune(b, r), raw[n:]
-			continue
+		r, n := jsonescape.Decode(raw)
+		if n == 0 {
+			return "", fmt.Errorf("%w: escape %.12q in a string", errNotJSON, raw)
 		}
-
-		i := strings.IndexByte(`"\/bfnrt`, raw[1])
-		if i < 0 {
-			return "", fmt.Errorf("%w: escape %.2q in a string", errNotJSON, raw)
-		}
-		b, raw = append(b, "\"\\/\b\f\n\r\t"[i]), raw[2:]
+		b, raw = utf8.AppendRune(b, r), raw[n:]
 	}
 
 	return string(b), nil
-}
-
-// escapedRune decodes the character at the start of text, which is \uXXXX or a surrogate pair of
-// them, and returns its length, or 0 if the text does not start with an escape. An unpaired surrogate
-// becomes U+FFFD, as in encoding/json.
-func escapedRune(text string) (rune, int) {
-	first, ok := hex4(text)
-	if !ok {
-		return 0, 0
-	}
-
-	if !utf16.IsSurrogate(first) {
-		return first, 6
-	}
-
-	if second, ok := hex4(text[6:]); ok {
-		if r := utf16.DecodeRune(first, second); r != utf8.RuneError {
-			return r, 12
-		}
-	}
-
-	return utf8.RuneError, 6
-}
-
-// hex4 decodes \uXXXX at the start of a text.
-func hex4(text string) (rune, bool) {
-	if len(text) < 6 || text[:2] != `\u` {
-		return 0, false
-	}
-	v, err := strconv.ParseUint(text[2:6], 16, 16)
-	return rune(v), err == nil
 }

@@ -8,6 +8,8 @@ import (
 	"strconv"
 	"unicode/utf16"
 	"unicode/utf8"
+
+	"github.com/kasmina-go/kasmina/internal/jsonescape"
 )
 
 // A value is a JSON value as written in the file, without surrounding space. The package encoding/json
@@ -236,53 +238,18 @@ func (v value) appendText(text []byte) ([]byte, error) {
 			text = append(text, v[at])
 			continue
 		}
-		at++
-		i := slices.Index([]byte(`"\/bfnrt`), v[at])
-		switch {
-		case i >= 0:
-			text = append(text, "\"\\/\b\f\n\r\t"[i])
-		case v[at] == 'u':
-			r, n := v.escapedRune(at - 1)
-			if n == 0 {
-				return nil, fmt.Errorf("it has the escape %.12q, which is not a character", v[at-1:])
-			}
-			text = utf8.AppendRune(text, r)
-			at += n - 2
-		default:
-			return nil, fmt.Errorf("it has the escape %q, which is not valid in JSON", v[at-1:at+1])
+		r, n := jsonescape.Decode(v[at:])
+		if n == 0 {
+			return nil, fmt.Errorf("it has the escape %.12q, which is not valid in JSON", v[at:len(v)-1])
 		}
+		if utf16.IsSurrogate(r) {
+			return nil, fmt.Errorf("it has the escape %q, which is not a character", v[at:at+n])
+		}
+		text = utf8.AppendRune(text, r)
+		at += n - 1
 	}
 
 	return text, nil
-}
-
-// escapedRune decodes \uXXXX, or a surrogate pair of two such escapes. The second result is the length of
-// the escapes, or 0 if they are invalid.
-func (v value) escapedRune(at int) (rune, int) {
-	hex := func(at int) rune {
-		if at+6 > len(v) || v[at] != '\\' || v[at+1] != 'u' {
-			return -1
-		}
-		n, err := strconv.ParseUint(string(v[at+2:at+6]), 16, 32)
-		if err != nil {
-			return -1
-		}
-		return rune(n)
-	}
-
-	r := hex(at)
-	switch {
-	case r < 0:
-		return 0, 0
-	case !utf16.IsSurrogate(r):
-		return r, 6
-	}
-
-	if r = utf16.DecodeRune(r, hex(at+6)); r == utf8.RuneError {
-		return 0, 0
-	}
-
-	return r, 12
 }
 
 func (v value) text() (string, error) {
