@@ -2,7 +2,6 @@ package cudaops
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"math"
@@ -21,6 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops/internal/driver/fake"
 	"github.com/kasmina-go/kasmina/internal/cpu/sampling"
+	"github.com/kasmina-go/kasmina/internal/modeltest"
 	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/sampler"
@@ -289,18 +289,6 @@ func TestUndrawable(t *testing.T) {
 	requireNoLeaks(t, device)
 }
 
-// A modelReader reads the parameters of a model on the host.
-type modelReader struct{ *llm.Model }
-
-// Read implements llm.WeightReader.
-func (r modelReader) Read(_ context.Context, name string, put func([]byte, string) error) error {
-	part, err := binary.Append(nil, binary.LittleEndian, r.Param(name).Float32s())
-	if err != nil {
-		return err
-	}
-	return put(part, "float32")
-}
-
 // TestAdaptersInBatches continues texts with different adapters and with none in the same passes. It compares the
 // logits, and the tokens that the device draws, with those of models that have one of the adapters.
 func TestAdaptersInBatches(t *testing.T) {
@@ -337,7 +325,7 @@ func TestAdaptersInBatches(t *testing.T) {
 		models, adapters = append(models, m), append(adapters, a)
 	}
 
-	set, err := llm.NewAdapterSet(t.Context(), base.Config, adapters, modelReader{base})
+	set, err := llm.NewAdapterSet(t.Context(), base.Config, adapters, modeltest.Weights{Model: base})
 	require.NoError(t, err)
 	g, err := llm.BuildGraph(llm.Outline(base.Config), llm.ForLogits, 1, llm.WithAdapterSet(set))
 	require.NoError(t, err)
@@ -346,7 +334,7 @@ func TestAdaptersInBatches(t *testing.T) {
 		if ok, err := set.Read(n.Name(), float32s); ok {
 			return err
 		}
-		return modelReader{base}.Read(t.Context(), n.Name(), float32s)
+		return modeltest.Weights{Model: base}.Read(t.Context(), n.Name(), float32s)
 	}
 	owner, err := NewMachine(device, g.G, WithFrozen(read, g.Params...))
 	require.NoError(t, err)
@@ -469,7 +457,7 @@ func TestPackedTexts(t *testing.T) {
 	for _, typ := range []cpuops.WeightType{cpuops.Float8, cpuops.NF4} {
 		t.Run(typ.String(), func(t *testing.T) {
 			device, _ := openFake(t, fake.Config{})
-			packed, err := llm.PackLayers(t.Context(), typ, base.Config, modelReader{base})
+			packed, err := llm.PackLayers(t.Context(), typ, base.Config, modeltest.Weights{Model: base})
 			require.NoError(t, err)
 			require.Len(t, packed.Names(), 7*2)
 
@@ -489,7 +477,7 @@ func TestPackedTexts(t *testing.T) {
 			require.NoError(t, err)
 			read := func(n *gorgonia.Node, put func([]byte, Precision) error) error {
 				require.False(t, packed.Has(n.Name()), n.Name())
-				return modelReader{base}.Read(t.Context(), n.Name(), func(part []byte, _ string) error {
+				return modeltest.Weights{Model: base}.Read(t.Context(), n.Name(), func(part []byte, _ string) error {
 					return put(part, Float32)
 				})
 			}

@@ -20,6 +20,7 @@ import (
 	"github.com/kasmina-go/kasmina/blueprints"
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/internal/modeltest"
 	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/internal/runtest"
 	"github.com/kasmina-go/kasmina/internal/safetensors"
@@ -49,7 +50,7 @@ func (s tuning) model(t *testing.T, c llm.Config) *llm.Model {
 	m, err := llm.NewModel(c, tensor.Float32, 7)
 	require.NoError(t, err)
 	if s.base != cpuops.Float32 {
-		m, err = llm.LoadFrozen(t.Context(), s.base, c, paramReader{m}, s.tuned...)
+		m, err = llm.LoadFrozen(t.Context(), s.base, c, modeltest.Weights{Model: m}, s.tuned...)
 		require.NoError(t, err)
 	}
 	if slices.Equal(s.tuned, llm.SeedPatterns()) {
@@ -61,13 +62,6 @@ func (s tuning) model(t *testing.T, c llm.Config) *llm.Model {
 		require.NoError(t, err)
 	}
 	return m
-}
-
-// paramReader reads the parameters of a model.
-type paramReader struct{ *llm.Model }
-
-func (r paramReader) Read(_ context.Context, name string, put func([]byte, string) error) error {
-	return put(safetensors.Memory(r.Param(name).Data()), "float32")
 }
 
 // tuneMasked trains on sequences with different numbers of learned tokens, and returns the losses of the
@@ -314,7 +308,7 @@ func TestPackedFloat8OnFake(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			m, err := llm.NewModel(c, tensor.Float32, 7)
 			require.NoError(t, err)
-			frozen, err := llm.LoadFrozen(t.Context(), s.base, c, paramReader{m})
+			frozen, err := llm.LoadFrozen(t.Context(), s.base, c, modeltest.Weights{Model: m})
 			require.NoError(t, err)
 			for _, name := range frozen.Base.Names() {
 				_, rows, width, _ := frozen.Base.Matrix(name)
@@ -453,7 +447,7 @@ func TestPackedWeightsOnFake(t *testing.T) {
 
 	held := map[cpuops.WeightType]uint64{}
 	for _, typ := range []cpuops.WeightType{cpuops.BFloat16, cpuops.Float8, cpuops.NF4} {
-		frozen, err := llm.LoadFrozen(t.Context(), typ, c, paramReader{m})
+		frozen, err := llm.LoadFrozen(t.Context(), typ, c, modeltest.Weights{Model: m})
 		require.NoError(t, err)
 		adapted, err := llm.Adapt(frozen, llm.LoRA{Rank: 2, Alpha: 4, Targets: targets}, 3)
 		require.NoError(t, err)

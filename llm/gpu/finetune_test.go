@@ -1,7 +1,6 @@
 package gpu_test
 
 import (
-	"context"
 	"fmt"
 	"path/filepath"
 	"testing"
@@ -11,7 +10,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
-	"github.com/kasmina-go/kasmina/internal/safetensors"
+	"github.com/kasmina-go/kasmina/internal/modeltest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/chatdata"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -39,7 +38,7 @@ func newTunerOn(t *testing.T, typ cpuops.WeightType, device *cudaops.Device, p c
 		Documents: true}.Default()
 	base := must[*llm.Model](t)(llm.NewModel(c, tensor.Float32, 7))
 	if typ != cpuops.Float32 {
-		base = must[*llm.Model](t)(llm.LoadFrozen(t.Context(), typ, c, paramReader{base}))
+		base = must[*llm.Model](t)(llm.LoadFrozen(t.Context(), typ, c, modeltest.Weights{Model: base}))
 	}
 	a.Targets = must[[]string](t)(c.MatchLayers(llm.AllLinear))
 	m := must[*llm.Model](t)(llm.Adapt(base, a, 3))
@@ -66,13 +65,6 @@ func newTunerOn(t *testing.T, typ cpuops.WeightType, device *cudaops.Device, p c
 	tr := must[*llm.Trainer](t)(llm.NewTrainer(m, l, o, config))
 	t.Cleanup(func() { require.NoError(t, tr.Close()) })
 	return tr
-}
-
-// paramReader reads the parameters of a model.
-type paramReader struct{ *llm.Model }
-
-func (r paramReader) Read(_ context.Context, name string, put func([]byte, string) error) error {
-	return put(safetensors.Memory(r.Param(name).Data()), "float32")
 }
 
 // TestTuningOnFrozenWeights checks that a GPU has the losses of the CPU when it tunes adapters next to frozen

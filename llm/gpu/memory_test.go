@@ -10,6 +10,7 @@ import (
 
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/internal/modeltest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/data"
 	"github.com/kasmina-go/kasmina/llm/gpu"
@@ -53,7 +54,7 @@ func (p memoryCase) train(t *testing.T, device *cudaops.Device) (plan llm.Memory
 		tuned = must[[]string](t)(c.LastBlocks(1))
 	}
 	if p.base != cpuops.Float32 {
-		m = must[*llm.Model](t)(llm.LoadFrozen(t.Context(), p.base, c, paramReader{m}, tuned...))
+		m = must[*llm.Model](t)(llm.LoadFrozen(t.Context(), p.base, c, modeltest.Weights{Model: m}, tuned...))
 	}
 	if !p.adapter.IsZero() {
 		p.adapter.Targets = must[[]string](t)(c.MatchLayers(llm.AllLinear))
@@ -98,7 +99,8 @@ func (p memoryCase) train(t *testing.T, device *cudaops.Device) (plan llm.Memory
 	return plan, first, counted()
 }
 
-// driverPage is the unit in which the driver counts memory.
+// driverPage is the size of the pages in which the driver hands out device memory. Its count of free memory changes by
+// whole pages.
 const driverPage = 2 << 20
 
 // TestMemoryPlan compares the memory that runs plan with the driver's count in ten configurations. Evaluating and saving

@@ -1,8 +1,6 @@
 package gpu_test
 
 import (
-	"context"
-	"encoding/binary"
 	"fmt"
 	"slices"
 	"sync"
@@ -14,22 +12,11 @@ import (
 
 	"github.com/kasmina-go/kasmina/cpuops"
 	"github.com/kasmina-go/kasmina/cudaops"
+	"github.com/kasmina-go/kasmina/internal/modeltest"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/gpu"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 )
-
-// modelReader reads the weights of a model in memory.
-type modelReader struct{ *llm.Model }
-
-// Read implements gpu.Weights and llm.WeightReader.
-func (r modelReader) Read(_ context.Context, name string, put func([]byte, string) error) error {
-	part, err := binary.Append(nil, binary.LittleEndian, r.Param(name).Float32s())
-	if err != nil {
-		return err
-	}
-	return put(part, "float32")
-}
 
 // TestPackedTextsOnGPU continues texts greedily with linear layers in float8 and NF4, one text alone and several
 // together, so that products have 1 to 12 rows. With these sizes, some products of one row stream their weights and
@@ -51,7 +38,7 @@ func TestPackedTextsOnGPU(t *testing.T) {
 	for _, typ := range []cpuops.WeightType{cpuops.Float8, cpuops.NF4} {
 		for _, precision := range []cudaops.Precision{cudaops.BFloat16, cudaops.Float16} {
 			t.Run(fmt.Sprint(typ, precision), func(t *testing.T) {
-				packed, err := llm.PackLayers(t.Context(), typ, base.Config, modelReader{base})
+				packed, err := llm.PackLayers(t.Context(), typ, base.Config, modeltest.Weights{Model: base})
 				require.NoError(t, err)
 				rounded, err := llm.NewModelFrom(base.Config, tensor.Float32, func(p llm.Param) error {
 					_, rows, _, ok := packed.Matrix(p.Name)
@@ -62,7 +49,7 @@ func TestPackedTextsOnGPU(t *testing.T) {
 					return packed.Rows(p.Name, p.Value.Float32s(), 0, rows)
 				})
 				require.NoError(t, err)
-				loaded, err := gpu.Load(t.Context(), device, precision, base.Config, modelReader{base},
+				loaded, err := gpu.Load(t.Context(), device, precision, base.Config, modeltest.Weights{Model: base},
 					cudaops.WithWeights(packed))
 				require.NoError(t, err)
 
