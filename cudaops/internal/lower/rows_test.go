@@ -115,23 +115,26 @@ func TestPackedProducts(t *testing.T) {
 }
 
 // TestPackedNorms checks that products of one row with weights in float8 and NF4 take over the norm before them if
-// they can normalize their row.
+// they can normalize their row: it has up to 4,096 elements, and a multiple of 256 of them.
 func TestPackedNorms(t *testing.T) {
 	for _, format := range []quant.Format{quant.Float8, quant.NF4} {
-		for dim, want := range map[int]int{192: 0, 256: 1} {
+		for dim, want := range map[int]int{192: 0, 256: 1, 4096: 1, 4352: 0} {
+			const heads, headDim = 4, 16
 			g := gorgonia.NewGraph()
 			x := must(op.Embedding(passtest.Ints(g, "ids", 0), passtest.Node(g, "table", 9, dim)))
 			y := must(op.RMSNorm(x, passtest.Node(g, "norm", dim), 1e-5))
-			part := func(name string) *gorgonia.Node { return must(op.Linear(y, passtest.Node(g, name, dim, dim))) }
+			part := func(name string) *gorgonia.Node {
+				return must(op.Linear(y, passtest.Node(g, name, heads*headDim, dim)))
+			}
 			must(kvcache.Attention(part("q"), part("k"), part("v"), passtest.Ints(g, "position", 0),
-				kvcache.Config{Heads: 4, KVHeads: 4, HeadDim: dim / 4, Capacity: 128}))
+				kvcache.Config{Heads: heads, KVHeads: heads, HeadDim: headDim, Capacity: 128}))
 			o := lower.Options{Activation: gpu.BFloat16,
 				Decoding: lower.Decoding{Rows: true, Packed: true, Norms: true},
 				Packed: func(n *gorgonia.Node) *quant.Matrix {
 					if len(n.Name()) > 1 { // not a projection
 						return nil
 					}
-					m, err := quant.New(format, dim, dim, make([]float32, dim*dim))
+					m, err := quant.New(format, heads*headDim, dim, make([]float32, heads*headDim*dim))
 					require.NoError(t, err)
 					return m
 				}}
