@@ -22,7 +22,7 @@ func TestPackedProducts(t *testing.T) {
 		{1, 64, []int{5}}, {1, 2048, []int{100, 100}}, {3, 192, []int{16, 8, 40}}, {1, 4160, []int{33, 7, 9}},
 		{8, 768, []int{24, 24}}, {9, 1024, []int{50}}, {17, 128, []int{70, 70}}, {32, 2048, []int{256, 64, 64}},
 		{64, 576, []int{90, 90}}, {1, 512, []int{9000}}, {1, 4096, []int{33, 7, 9}}, {1, 256, []int{1, 1, 1}},
-		{1, 2304, []int{1100, 1100}}, {1, 14336, []int{500}},
+		{1, 2304, []int{1100, 1100}}, {1, 14336, []int{500}}, {1, 1088, []int{40, 40}},
 	} {
 		for _, format := range []quant.Format{quant.Float8, quant.NF4} {
 			for _, dt := range []gpu.DType{kerneltest.Bf16, kerneltest.F16} {
