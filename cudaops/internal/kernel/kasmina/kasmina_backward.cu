@@ -1,39 +1,47 @@
-// Kasmina backward: computes the gradients of x, weights and scales from the gradient g of y, and statistics of g for
-// every seed.
+// Kasmina backward: one pass over the gradient g of y and over x computes dx, the sums from which the gradients of
+// weights and scales follow, and statistics of g for every seed.
 //
 //   g ← g·min(1, limit/(‖g‖ + eps))                     for each row and seed, if there are limits
 //   dx = (1 − α)·g + (∂t/∂x)ᵀ·αg                         for seeds that blend, otherwise g
 //   dweights[slot] = Σ_seeds Σ_rows (∂t/∂w)ᵀ·βg          for seeds that learn: β = α, or 1 in Training
 //   dscales[slot]  = Σ_seeds Σ_rows (∂t/∂a)·βg
 //
-// The statistics, called figures below, are the norm, variance and largest magnitude of g before clipping, and the mean
-// and variance of the norms of its rows.
+// The statistics, called figures below, are the norm, variance and largest magnitude of a seed's g before clipping, and
+// the mean and variance of the norms of its rows.
 //
-// For all kinds, the parameter gradients, including the gradient of the softmax, are linear in a few sums over rows and
-// are computed from them afterwards. For each column this is the sum of g·m, where m is 1 for Residual, x for
-// AttentionGate and ConvFilter, and x where the relu is active for MLPExpansion. For each seed, these are the sums of
-// g[i]·x[i−1] and g[i]·x[i−2]. The sums are added up in a fixed order: over the lanes of a block, over blocks,
-// and over the seeds of a slot. A block stores its sums in sums [gridDim.y, columns + 2·units].
-// kasmina.cu describes the batches of rows and the slow path.
+// Gradients of parameters: for all kinds of seeds, these are linear in a few sums over rows. For each column, it is the
+// sum of g·m, where m is 1 for Residual, x for AttentionGate and ConvFilter, and x where the relu is active for
+// MLPExpansion. For each seed, there are also the sums of g[i]·x[i−1] and of g[i]·x[i−2], which only ConvFilter needs.
+// The kernel backward therefore only adds up, without knowing which seeds share a slot.
 //
-// dx may overwrite g if all threads of a chunk belong to one warp. Elements that neither blend nor
-// are clipped are then not written.
+// Threads: as in the forward pass (see kasmina.cuh), a thread has N consecutive columns and moves down the rows, two at a
+// time. Its sums and the coefficients of its seeds stay in registers, so each element of g and x is read once and each
+// element of dx written once, in accesses of up to 16 bytes. At the end, the threads of a block add up their sums in
+// shared memory, and the block stores them in sums [gridDim.y, columns + 2·units]. kasmina_gather then adds them up over
+// blocks, and kasmina_slots over the seeds of a slot. The order of all additions is fixed.
+//
+// Most rows take the fast path, which assumes that all numbers are finite and not too large to square in float32. Other
+// rows take a slow path, one at a time, as kasmina.cu describes.
+//
+// dx may overwrite g if all threads of a chunk belong to one warp. Elements that neither blend nor are clipped are then
+// not written.
 #include "kasmina_feed.cuh"
 
 constexpr float kLargestSquared = 1e18f;  // limit on gradients with squares summed in float32
 
-// Seen accumulates a lane's statistics of a seed's gradients.
+// Seen accumulates statistics of a seed's gradients over the rows of a thread. The sums are those of differences from a
+// pivot close to the mean, m.k for gradients and norms.k for norms; see Running.
 template <class T, int E> struct Seen {
   static constexpr bool pairs = inPairs<T, E>;
   Running m, norms;
-  float s1 = 0, s2 = 0, n1 = 0, n2 = 0;  // sums over rows not yet merged: of g − k and its square, and the same for norms
+  float s1 = 0, s2 = 0, n1 = 0, n2 = 0;  // sums of g − m.k and its square over rows not yet merged, and the same for norms
   Wide<T, E> top;
 
   __device__ __forceinline__ Seen() {
     if constexpr (pairs) top = pairOf<T>(0);
     else top = 0;
   }
-  // add includes elements that are all finite.
+  // add includes elements, all of which must be finite.
   __device__ __forceinline__ void add(const float* g) {
 #pragma unroll
     for (int j = 0; j < E; j++) {
@@ -41,13 +49,13 @@ template <class T, int E> struct Seen {
       s1 += d, s2 = fmaf(d, d, s2);
     }
   }
-  // add includes elements without subtracting the pivot, given the sum of their squares.
+  // add includes elements given the sum of their squares. The pivot must be 0.
   __device__ __forceinline__ void add(const float* g, float squares) {
 #pragma unroll
     for (int j = 0; j < E; j++) s1 += g[j];
     s2 += squares;
   }
-  // addTop includes the magnitudes of a stored row, or the largest magnitude of a batch.
+  // addTop includes the magnitudes of elements as they are stored, or the largest magnitude of a batch of rows.
   __device__ __forceinline__ void addTop(const T* stored) {
     if constexpr (pairs) {
       const Pair<T>* raw = reinterpret_cast<const Pair<T>*>(stored);
@@ -66,12 +74,12 @@ template <class T, int E> struct Seen {
     float d = norm - norms.k;
     n1 += d, n2 = fmaf(d, d, n2);
   }
-  // merge ends a group with the given number of elements and norms.
+  // merge adds the sums of a group of rows, with the given numbers of elements and norms, to the statistics.
   template <bool bare> __device__ __forceinline__ void merge(int elements, int rows) {
     m.template add<bare>(s1, s2, float(elements)), norms.add(n1, n2, float(rows));
     s1 = s2 = n1 = n2 = 0;
   }
-  // addFinite includes an element of a row that is merged separately.
+  // addFinite includes an element of the slow path, where NaN and Inf are left out one by one.
   __device__ __forceinline__ void addFinite(float g) {
     float d = g - m.k;
     s1 += d, s2 = fmaf(d, d, s2);
@@ -91,15 +99,16 @@ __device__ __forceinline__ float squareRoot(float v) {
   return r;
 }
 
-// Manner selects how a batch of rows is processed: with clipping (and pivots), without clipping but with pivots, or
-// without both.
+// Manner selects the code for a batch of rows: with clipping and pivots, with pivots only, or, if all pivots of the warp
+// are 0, without both.
 enum Manner { kClips, kPivots, kBare };
 
-// differentiate computes the gradients of a seed's inputs x from the gradients g, and adds to the sums over rows.
+// differentiate computes the gradients dx of E inputs of a seed, and adds their terms to the sums over rows: acc for
+// columns, d1 and d2 for the taps.
 //
-// g1 and g2 are the gradients that follow g, and x1 and x2 are the inputs that precede x; they are not used if the thread
-// has the whole chunk. For Residual, the caller sets x to 1, because its sums don't involve x. `need` must be at least the
-// need of the seed, and not kNothing.
+// A tap of ConvFilter connects neighboring elements: dx needs g1 and g2, the gradients that follow g, and the sums need x1
+// and x2, the inputs that precede x. They are not used if the thread has the whole chunk. For Residual, the caller sets x
+// to 1, because its sums don't involve x. `need` must be at least the need of the seed, and not kNothing.
 template <bool careful, bool whole, Need need, int E>
 __device__ __forceinline__ void differentiate(float (&dx)[E], float* acc, float& d1, float& d2, const float* g, const float* x,
                                               float g1, float g2, float x1, float x2, const Seed<E>& s) {
@@ -117,7 +126,8 @@ __device__ __forceinline__ void differentiate(float (&dx)[E], float* acc, float&
   }
 }
 
-// ones sets E elements of a pack to 1, starting with element `at`, if wanted is set.
+// ones sets E elements of a pack to 1, starting with element `at`, if `wanted` is set. It selects instead of branching,
+// because the seeds of a warp differ.
 template <int E, class T, int N> __device__ __forceinline__ void ones(Pack<T, N>& v, int at, bool wanted) {
   if constexpr (inPairs<T, E>) {
     const Pair<T> one = pairOf<T>(1);
@@ -132,7 +142,7 @@ template <int E, class T, int N> __device__ __forceinline__ void ones(Pack<T, N>
   }
 }
 
-// GradientSums merges the records that Seen::put writes.
+// GradientSums adds up the records of several threads or blocks, which Seen::put writes.
 struct GradientSums {
   Sums m, norms;
   float top = 0;
@@ -143,9 +153,10 @@ struct GradientSums {
   }
 };
 
-// mergeGradient converts records [parts, units], of three float4 each, to figures [6, seeds]: norm,
-// variance, largest magnitude and, if `norms` is set, the mean, variance and number of norms.
-// Otherwise it is like HealthSums::gather. Without parts it writes nothing.
+// mergeGradient adds up the records of the blocks, [parts, units] of three float4 each, and writes the figures [6, seeds]:
+// the norm, variance and largest magnitude and, if `norms` is set, the mean, variance and number of norms of rows. A seed
+// has `each` units, and `share` threads divide its records; otherwise, it is like HealthSums::gather. Without parts it
+// writes nothing.
 __device__ __forceinline__ void mergeGradient(float* figures, const float4* records, int parts, int units, int each, int first,
                                               int seeds, int share, int i, bool norms) {
   constexpr int early = 2;  // records that a thread reads at once
@@ -186,10 +197,14 @@ __device__ __forceinline__ void mergeGradient(float* figures, const float4* reco
     if (norms || f < 3) figures[int64_t(f) * seeds + seed] = out[f];
 }
 
-// sharing is the number of threads of a warp that share a chunk and compute its norm together. It is 0 if they do not
-// compute norms, and scale [rows, seeds] then holds the clipping factors, or is null for no clipping. records,
-// [gridDim.y, units] of three float4, may be null in strict mode. Launch: like forward, but with
-// 4·(N + 2·G) bytes of shared memory per thread and, with figures, 48·G more.
+// backward is the pass over rows. A thread has G seeds of E columns each, or, unless `whole`, part of the chunk of one
+// seed.
+//
+// sharing is the number of threads of a warp that have a chunk together and compute the norms of its rows. If sharing is
+// 0, the threads of a chunk belong to several warps and compute no norms; scale [rows, seeds] then holds the clipping
+// factors, and is null without clipping. records, [gridDim.y, units] of three float4, may be null in strict mode.
+//
+// Launch: like forward, but with 4·(N + 2·G) bytes of shared memory per thread and, with figures, 48·G more.
 template <class T, int N, int E, bool whole, Mode mode, class Feed>
 __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 2>& src, const Share& share, int sharing,
                                          const float* scale, float* sums, float4* records, uint32_t* bad,
@@ -260,12 +275,12 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
 #pragma unroll
     for (int k = 0; k < G; k++) writes = writes || s[k].blends;
 
-    // If norms are not used for clipping, they are computed for both rows of a batch at once. The
-    // first two threads of a chunk include one norm each.
+    // If norms are only statistics, one reduction computes those of both rows of a batch, and the first two threads of a
+    // chunk include one of them each. Clipping needs the norm of a row in all threads.
     static_assert(B == 2, "two rows");
     const bool twoByTwo = watch && !whole && sharing > 1 && sharing % 2 == 0 && !l.limit;
 
-    // The slow path for a row. The threads that share a chunk process it together.
+    // slowRow is the slow path: it checks every element of a row. The threads that share a chunk call it together.
     auto slowRow = [&](int r) {
       const int64_t row = work.place(r);
       const unsigned peers = together ? kAllLanes >> kWarp - sharing << Lane::inWarp() - at / N : 0;
@@ -388,7 +403,7 @@ __device__ __forceinline__ void backward(const Layer& l, T* dx, const Source<T, 
         }
       }
     };
-    int pending = 0;  // batches not yet merged
+    int pending = 0;  // batches whose sums have not been merged into the statistics
     bool pivoted = true;  // whether any of the warp's seeds has a pivot
     auto flush = [&] {
       const int normed = !norm ? 0 : twoByTwo ? at < 2 * N : leads ? B : 0;  // norms of a batch that the thread includes
