@@ -1,9 +1,11 @@
-// Attention to pages for chunks of a prompt: consecutive tokens of one sequence, as in decode_grouped.cu, whose keys and
-// values decode_append has stored.
+// Attention of a prompt's tokens to themselves and the tokens before them, on the tensor cores, with keys and values in
+// pages. A chunk is a group of consecutive tokens of one sequence (see Chunk in decode_grouped.cuh). decode_append must
+// have stored the keys and values of these tokens.
 //
-// A block handles one key-value head of a chunk. The rows of the tensor cores' tiles are the chunk's tokens, each with
-// the query heads that share the head, so keys and values are read once for all of them. Tiles of kKeys keys and values
-// are copied to shared memory, kStages tiles ahead. A warp handles 16 rows.
+// A block computes one key-value head for all tokens of a chunk. A row of the tensor cores' tiles is a token with one of
+// the query heads that share the key-value head, so each key and value is read once for kRows such pairs. Every warp has
+// 16 rows, and attends from them to all keys. As in decode_grouped.cu, tiles of kKeys keys and values are copied to
+// shared memory with cp.async, into a ring of kStages tiles, while the warps multiply earlier tiles.
 //
 // The rotated queries and the attention weights are rounded to the storage type.
 #include "decode_grouped.cuh"
@@ -11,8 +13,8 @@
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarp, kKeys = 64, kStages = 3, kRows = 16 * kWarps;
 
-// Launch: kThreads threads, [chunks, kvHeads] blocks, with shared memory for kStages tiles of keys and of values. A token
-// has kRows/tokens rows, of which the first heads/kvHeads are used.
+// Launch: kThreads threads, [chunks, kvHeads] blocks, with shared memory for kStages tiles of keys and of values. Each
+// of the grouped.tokens tokens of a chunk has kRows/grouped.tokens rows, of which the first heads/kvHeads are used.
 template <class T, int D> __device__ __forceinline__ void attendChunk(const Grouped& grouped) {
   extern __shared__ __align__(128) char memory[];
   __shared__ __align__(128) T queries[kRows * D];
@@ -60,7 +62,8 @@ template <class T, int D> __device__ __forceinline__ void attendChunk(const Grou
                  : "memory");
   }
 
-  // This lane's two rows are 16·warp + lane/4 and the one 8 rows later.
+  // As in the accumulators of mma, this lane has parts of rows 16·warp + lane/4 and 16·warp + lane/4 + 8, and shares them
+  // with the other three lanes of its quad. h selects the row.
   tile::Accumulator<1, D> out;
   out.clear();
   float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};
@@ -112,7 +115,7 @@ template <class T, int D> __device__ __forceinline__ void attendChunk(const Grou
     out.template addNN<T, kKeys>(score, keyTile + tileBytes, 0);
   }
 
-  // Rows without a sequence get zeros.
+  // Divide by the sums of the weights. Rows of the table without a sequence get zeros.
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     sum[h] += __shfl_xor_sync(kAllLanes, sum[h], 1);

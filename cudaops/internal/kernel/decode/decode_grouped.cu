@@ -1,11 +1,16 @@
-// Attention to pages, like decode_paged.cu, on the tensor cores. This is for 16-bit types, heads of 64 or 128
-// features, and up to kHeads query heads per key-value head, which are the rows of the tensor cores' tiles.
+// Attention to pages on the tensor cores. It computes the same as decode_paged.cu, for 16-bit types, heads of 64 or 128
+// features, and up to kHeads query heads per key-value head.
 //
-// A block handles one slice of the positions for all query heads that share a key-value head. Tiles of kKeys keys and
-// values are copied to shared memory, kStages tiles ahead, and each warp handles kKeys/kWarps keys of a tile. The warps
-// have separate softmaxes, which are merged at the end. decode_append must have stored the rows' own keys and values.
+// A block computes one row (the token of a sequence) for a key-value head and a slice of the positions. The query heads
+// that share the key-value head are the rows of the tensor cores' tiles, so each key and value is read once for all of
+// them. Tiles of kKeys keys and values are copied to shared memory with cp.async, into a ring of kStages tiles, while the
+// warps multiply earlier tiles: registers would hold too few of them to keep the memory busy.
 //
-// The rotated queries and the attention weights are rounded to the storage type.
+// All warps have the same heads, and divide the keys of a tile. Each warp has its own softmax over its keys. These are
+// merged at the end of the slice, and the last block of a row and key-value head to finish merges the slices.
+//
+// decode_append must have stored the rows' own keys and values. The rotated queries and the attention weights are rounded
+// to the storage type.
 #include "decode_grouped.cuh"
 #include "mma.cuh"
 
@@ -70,7 +75,8 @@ template <class T, int D> __device__ __forceinline__ void attendGrouped(const Gr
                  : "memory");
   }
 
-  // This lane's two rows are heads lane/4 and lane/4 + 8.
+  // As in the accumulators of mma, this lane has parts of rows lane/4 and lane/4 + 8, which are heads, and shares them with
+  // the other three lanes of its quad. h selects the row.
   tile::Accumulator<1, D> out;
   out.clear();
   float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};
@@ -85,7 +91,7 @@ template <class T, int D> __device__ __forceinline__ void attendGrouped(const Gr
     score.clear();
     score.template addNT<T, D>(queryTile, 0, keyTile, warp * perWarp);
 
-    const int left = end - begin - t * kKeys - warp * perWarp;  // keys of this warp
+    const int left = end - begin - t * kKeys - warp * perWarp;  // how many keys remain from this warp's first key on
     float keep[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {

@@ -12,22 +12,12 @@
 // Each warp computes one row of w, or one row from each half, with kDeep 16-byte loads per lane in
 // flight. Sums are float32, and their order depends only on the shape.
 #include "common.cuh"
+#include "decode_product.cuh"
 #include "element.cuh"
 #include "gate.cuh"
 #include "overlap.cuh"
 
 constexpr int kWarps = 4, kDeep = 8;
-
-struct Args {
-  void* y;
-  const void *x, *w, *c;  // c may be null or y
-  const float* norm;
-  int n, depth;  // n rows of y
-  float eps;
-  int steady;  // no kernel that may still be running writes w, so it can be read before the preceding kernel ends
-  int early;   // lets the next kernel start before the preceding kernel has ended
-  int isGELU;
-};
 
 // Rows holds a lane's kDeep outstanding loads, divided among R rows of w. The rows start `apart` elements from each
 // other. Unless Full is set, a row may end before the last of these loads.
@@ -80,7 +70,7 @@ template <class T, int R, int N, bool Full> struct Rows {
 // from each other. One lane passes them to put(row, sums, added), where added is the row's element of c, or 0.
 // Launch: kWarps warps per block, one warp per row.
 template <class T, int N, int R, bool Normed, bool Full, class Put>
-__device__ __forceinline__ void multiply(const Args& a, int apart, Put put) {
+__device__ __forceinline__ void multiply(const Product& a, int apart, Put put) {
   using Loads = Rows<T, R, N, Full>;
   const int r = blockIdx.x * kWarps + threadIdx.x / kWarp, lane = threadIdx.x % kWarp, depth = a.depth;
   const int64_t between = int64_t(apart) * depth;
@@ -116,20 +106,20 @@ __device__ __forceinline__ void multiply(const Args& a, int apart, Put put) {
   if (lane == 0) put(r, sum, added);
 }
 
-template <class T, int N, bool Normed, bool Full> __device__ __forceinline__ void product(const Args& a) {
+template <class T, int N, bool Normed, bool Full> __device__ __forceinline__ void product(const Product& a) {
   multiply<T, N, 1, Normed, Full>(a, 0, [&](int r, const float (&sum)[1], float added) {
     static_cast<T*>(a.y)[r] = fromFloat<T>(sum[0] + added);
   });
 }
 
-template <class T, int N, bool Normed, bool Full> __device__ __forceinline__ void gated(const Args& a) {
+template <class T, int N, bool Normed, bool Full> __device__ __forceinline__ void gated(const Product& a) {
   multiply<T, N, 2, Normed, Full>(a, a.n, [&](int r, const float (&sum)[2], float) {
     static_cast<T*>(a.y)[r] = fromFloat<T>(a.isGELU ? gateMul<T, true>(sum[0], sum[1]) : gateMul<T, false>(sum[0], sum[1]));
   });
 }
 
 #define DEFINE_KERNEL(T, op, name, ...) \
-  extern "C" __global__ void __launch_bounds__(kWarps * kWarp) decode_##op##_##name##_##T(Args a) { op<T, __VA_ARGS__>(a); }
+  extern "C" __global__ void __launch_bounds__(kWarps * kWarp) decode_##op##_##name##_##T(Product a) { op<T, __VA_ARGS__>(a); }
 #define DEFINE_ACCESS(T, name, N, Full)                                                                   \
   DEFINE_KERNEL(T, product, name, N, false, Full) DEFINE_KERNEL(T, product, normed_##name, N, true, Full) \
   DEFINE_KERNEL(T, gated, name, N, false, Full) DEFINE_KERNEL(T, gated, normed_##name, N, true, Full)

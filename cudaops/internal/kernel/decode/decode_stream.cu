@@ -1,43 +1,26 @@
-// Matrix products with a single row of 16-bit numbers, for GPUs whose kernels overlap. Reading the weights is the
-// bottleneck.
+// Matrix products with a single row of 16-bit numbers, for GPUs whose kernels overlap. decode_stream.cuh explains how
+// they keep the memory busy.
 //
 //   y[n] = Σ_k x[k]·w[n, k] + c[n]                       product
 //   h[n] = gate(Σ_k x[k]·w[n, k]) · Σ_k x[k]·w[f+n, k]    gated
 //
 // The normed kernels normalize x first:  x[k] ← x[k]·norm[k] / sqrt(Σ_j x[j]²/depth + eps).
 //
-// There is a block for every multiprocessor, and each has an equal share of the rows of w, which it processes in tiles
-// of kRows rows. The warps divide the columns into pieces of kColumns. A warp copies its pieces of w into a ring of its
-// own in shared memory, kStages ahead, so no other warp has to wait for it. Two blocks of consecutive kernels fit on a
-// multiprocessor: while a kernel reads its weights, the next one already fills its ring.
-//
-// The tensor cores multiply, because other units would take too long when a full ring waits for x. The rows of w are the
-// rows of their tiles. x is rounded to the storage type after the norm; the remainder, rounded too, is a second column,
-// so that no precision is lost. A product does not depend on the order of k, so a lane has eight consecutive elements of
-// w and x: it loads them at once.
-#include "common.cuh"
+// A piece has kColumns columns. Operand B has x in column 0. After a norm, column 1 has the difference between the
+// normalized x and its rounded value in column 0, so that x has about twice as many bits as the storage type.
+#include "decode_product.cuh"
+#include "decode_stream.cuh"
 #include "gate.cuh"
-#include "mma.cuh"
 #include "overlap.cuh"
 
-constexpr int kStreamWarps = 8, kThreads = kStreamWarps * kWarp, kRows = 16, kColumns = 64, kStages = 5;
+constexpr int kColumns = 64, kStages = 5;
 constexpr int kBatch = 8;  // tiles whose sums are added up over the warps at the same time
-constexpr int kPacks = 2, kCopied = 8;  // 16-byte packs of x that a thread normalizes, or copies at the same time
 
-struct Args {
-  void* y;
-  const void *x, *w, *c;  // c may be null or y
-  const float* norm;
-  int n, depth;  // n rows of y
-  float eps;
-  int steady, early, isGELU;  // see Overlap in product.go
-};
-
-template <class T, bool Gated, bool Normed> __device__ __forceinline__ void stream(const Args& a) {
+template <class T, bool Gated, bool Normed> __device__ __forceinline__ void stream(const Product& a) {
   extern __shared__ __align__(128) char memory[];
-  constexpr int stageBytes = kRows * kColumns * 2, perTile = Gated ? kRows / 2 : kRows;
-  float* sums = reinterpret_cast<float*>(memory + kStreamWarps * kStages * stageBytes);  // [kBatch][kStreamWarps][kRows]
-  float* squares = sums + kBatch * kStreamWarps * kRows;                                 // [kStreamWarps]
+  constexpr int stageBytes = kRows * kColumns * 2, perTile = kPerTile<Gated>;
+  float* sums = reinterpret_cast<float*>(memory + kStreamWarps * kStages * stageBytes);
+  float* squares = sums + kBatch * kStreamWarps * kRows;
   char* xs = reinterpret_cast<char*>(squares + kWarp);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, group = lane / 4, quarter = lane % 4;
   const int from = int64_t(a.n) * blockIdx.x / gridDim.x, to = int64_t(a.n) * (blockIdx.x + 1) / gridDim.x;
@@ -45,7 +28,8 @@ template <class T, bool Gated, bool Normed> __device__ __forceinline__ void stre
   const int pieces = max(0, (a.depth / kColumns - warp + kStreamWarps - 1) / kStreamWarps);  // of this warp, in a row
   const T *x = static_cast<const T*>(a.x), *w = static_cast<const T*>(a.w), *c = static_cast<const T*>(a.c);
 
-  // Copies of the ring. Odd rows have their halves swapped, so that rows read together are in different banks.
+  // copy starts copying the warp's next piece to the ring: each lane copies one chunk of every fourth row. It ends a group
+  // of copies even if no piece is left, so that copyWait can count on one group per call.
   const uint32_t ring = tile::sharedAddress(memory) + warp * kStages * stageBytes;
   const int chunk = lane % 8, row0 = lane / 8;
   int nextTile = 0, nextPiece = 0, nextSlot = 0;
@@ -64,7 +48,8 @@ template <class T, bool Gated, bool Normed> __device__ __forceinline__ void stre
     }
     tile::copyCommit();
   };
-  // The norm's factors take the place of x until it is normalized.
+
+  // copyNorm starts copying the norm's factors to where x will be. Each thread copies the ones that it will use.
   const auto copyNorm = [&] {
     if constexpr (Normed)
 #pragma unroll
@@ -75,6 +60,7 @@ template <class T, bool Gated, bool Normed> __device__ __forceinline__ void stre
         }
     tile::copyCommit();
   };
+
   if (a.steady) {
     copyNorm();
     for (int i = 0; i < kStages; i++) copy();
@@ -83,50 +69,34 @@ template <class T, bool Gated, bool Normed> __device__ __forceinline__ void stre
   awaitPrevious();
   if (!a.early) releaseNext();
 
-  // The residual of the rows that this thread completes.
+  // residual returns the element of c for the result that this thread completes in the batch that starts with a tile.
   const auto residual = [&](int firstTile) {
     const int r = from + firstTile * perTile + threadIdx.x;
     return c && threadIdx.x < kBatch * perTile && r < to ? c[r] : fromFloat<T>(0);
   };
   T added = residual(0);
-  const int lowAt = a.depth * 2 + 64;  // of the remainders, in other banks than x
+
+  // Store x in shared memory.
+  const int lowAt = a.depth * 2 + 64;  // where column 1 is, in other banks than column 0
   if constexpr (Normed) {
     Pack<T, 8> v[kPacks];
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kPacks; i++)
-      if (const int at = (i * kThreads + threadIdx.x) * 8; at < a.depth) v[i] = load<8>(x + at);
+    loadRow(v, x, a.depth);
     if (!a.steady) {
       copyNorm();
       for (int i = 0; i < kStages; i++) copy();
     }
-#pragma unroll
-    for (int i = 0; i < kPacks; i++)
-      if ((i * kThreads + threadIdx.x) * 8 < a.depth)
-#pragma unroll
-        for (int e = 0; e < 8; e++) sum += v[i].get(e) * v[i].get(e);
-    sum = warpReduce<Sum>(sum);
-    if (lane == 0) squares[warp] = sum;
-    tile::copyWait<kStages>();
+    storeSquares(squares, v, a.depth);
+    tile::copyWait<kStages>();  // the thread's factors have arrived
     Pack<float, 8> factors[kPacks];
-#pragma unroll
-    for (int i = 0; i < kPacks; i++)
-      if (const int at = (i * kThreads + threadIdx.x) * 8; at < a.depth) factors[i] = load<8>(reinterpret_cast<const float*>(xs) + at);
-    __syncthreads();
-    sum = 0;
-#pragma unroll
-    for (int i = 0; i < kStreamWarps; i++) sum += squares[i];
-    const float scale = rsqrtf(sum / a.depth + a.eps);
+    loadRow(factors, reinterpret_cast<const float*>(xs), a.depth);
+    __syncthreads();  // all threads have loaded their factors, which x overwrites, and stored squares
+    const float scale = normScale(squares, a.depth, a.eps);
 #pragma unroll
     for (int i = 0; i < kPacks; i++)
       if (const int at = (i * kThreads + threadIdx.x) * 8; at < a.depth) {
         Pack<T, 8> high, low;
 #pragma unroll
-        for (int e = 0; e < 8; e++) {
-          const float y = v[i].get(e) * scale * factors[i].v[e];
-          high.set(e, y);
-          low.set(e, y - high.get(e));
-        }
+        for (int e = 0; e < 8; e++) splitRounded(v[i].get(e) * scale * factors[i].v[e], high.v[e], low.v[e]);
         store(reinterpret_cast<T*>(xs) + at, high);
         store(reinterpret_cast<T*>(xs + lowAt) + at, low);
       }
@@ -147,7 +117,8 @@ template <class T, bool Gated, bool Normed> __device__ __forceinline__ void stre
   }
   __syncthreads();
 
-  // Lanes of the first column have x, those of the second one the remainders, and all others zeros.
+  // Each iteration multiplies one piece, in halves of 32 columns: quarter q has 8 columns from 8·q on, and from 32 + 8·q
+  // on. Lanes of columns of B that are zero load nothing.
   const bool has = group < (Normed ? 2 : 1);
   const uint32_t xAt = tile::sharedAddress(xs) + group * lowAt + warp * kColumns * 2 + quarter * 16;
   const uint32_t wAt = ring + group * (kColumns * 2) + ((quarter ^ (group % 2 * 4)) << 4);
@@ -172,6 +143,8 @@ template <class T, bool Gated, bool Normed> __device__ __forceinline__ void stre
       copy();
     }
 
+    // Store the sums of columns 0 and 1, which lanes of quarter 0 hold, and complete the results after the last tile of a
+    // batch.
     const int of = t % kBatch;
     if (quarter == 0) {
       float* to = sums + (of * kStreamWarps + warp) * kRows + group;
@@ -180,17 +153,11 @@ template <class T, bool Gated, bool Normed> __device__ __forceinline__ void stre
     }
     if (of != kBatch - 1 && t != tiles - 1) continue;
 
-    // Add up the sums of the warps, in order.
     __syncthreads();
     const int r = from + (t - of) * perTile + threadIdx.x;
     if (threadIdx.x < kBatch * perTile && r < to) {
-      const float* at = sums + threadIdx.x / perTile * kStreamWarps * kRows + threadIdx.x % perTile;
-      float v = 0, up = 0;
-#pragma unroll
-      for (int i = 0; i < kStreamWarps; i++) {
-        v += at[i * kRows];
-        if constexpr (Gated) up += at[i * kRows + perTile];
-      }
+      float v, up;
+      addWarps<Gated>(sums, v, up);
       if constexpr (Gated)
         v = a.isGELU ? gateMul<T, true>(v, up) : gateMul<T, false>(v, up);
       else
@@ -205,7 +172,7 @@ template <class T, bool Gated, bool Normed> __device__ __forceinline__ void stre
 }
 
 #define DEFINE_KERNEL(T, name, ...) \
-  extern "C" __global__ void __launch_bounds__(kThreads, 4) decode_stream##name##_##T(Args a) { stream<T, __VA_ARGS__>(a); }
+  extern "C" __global__ void __launch_bounds__(kThreads, 4) decode_stream##name##_##T(Product a) { stream<T, __VA_ARGS__>(a); }
 #define DEFINE(T)                                                                     \
   DEFINE_KERNEL(T, , false, false) DEFINE_KERNEL(T, _normed, false, true)             \
   DEFINE_KERNEL(T, _gated, true, false) DEFINE_KERNEL(T, _gated_normed, true, true)

@@ -9,30 +9,32 @@
 //
 // The normed kernels normalize x first:  x[k] ← x[k]·norm[k] / sqrt(Σ_j x[j]²/depth + eps).
 //
-// The rows of w come from up to kMostParts matrices. As in decode_stream.cu, there is a block for every multiprocessor,
-// and each warp copies its pieces of w into a ring of its own in shared memory. A piece has kRowBytes bytes of codes of
-// each of kRows rows and, with NF4, the scales of its blocks. The ring is full before the preceding kernel ends.
+// The rows of w come from up to kMostParts matrices. decode_stream.cuh explains how the kernels keep the memory busy. A
+// piece has kRowBytes bytes of codes of each row of a tile and, with NF4, the scales of the blocks that they belong to. A
+// lane takes 16 consecutive bytes of codes and the matching elements of x. Codes become 16-bit operands in registers:
 //
-// The tensor cores multiply. The rows of w are the rows of their tiles. A product does not depend on the order of k, so
-// a lane takes 16 consecutive bytes of codes and the matching elements of x. A second column makes x more precise:
+// - NF4: a byte, which has two codes, is an index of a table with both numbers of each pair. The table lies in shared
+//   memory, with a copy for every lane in the lane's own bank, so lookups never conflict. The scales are applied in
+//   float32 to the sums of blocks of 64 elements. A row of a piece has four blocks, and each of them has columns of its
+//   own in operand B: columns 2·i and 2·i + 1 hold the elements of x that block i multiplies, and zeros elsewhere. Lanes
+//   of quarter i hold the results of these two columns, so each lane has the sums of one block, and scales only these.
+//   Column 2·i has x, and after a norm, column 2·i + 1 has what rounding x to the storage type loses.
 //
-// - NF4: x has the storage type and, after a norm, a second column with the remainders. Each of the four blocks in a row
-//   of a piece has columns of its own, so that a lane holds the sums of one block, and multiplies them by its scale in
-//   float32. Pairs of codes are indices of a table in shared memory with a copy for every lane, so that lanes never
-//   access the same bank.
-// - float8: the GPU converts codes to float16, so the columns are float16 too. x is high·2¹² + low·2⁻¹², with 22 bits or
-//   an error of at most 2⁻³⁷. Elements of 2²⁸ and above make the results NaN.
+// - float8: the GPU converts codes to float16, so x is float16, too. To keep the range of bfloat16, column 0 has
+//   high = x·2⁻¹² and column 1 has low = (x − high·2¹²)·2¹², both rounded, so that x ≈ high·2¹² + low·2⁻¹².
+//
+//   Without a norm, this is exact, except for an error of at most 2⁻³⁷ in tiny elements. After a norm, the error of an
+//   element is at most 2⁻²³ times its magnitude, or at most 2⁻²⁵ if the magnitude is below 1/4. High overflows for
+//   elements of about 2²⁸ and above. After a norm, low can overflow from 2¹⁵ on. The results are then infinite or NaN.
 #include <type_traits>
-#include "common.cuh"
 #include "decode_packed.cuh"
+#include "decode_stream.cuh"
 #include "gate.cuh"
-#include "mma.cuh"
 #include "overlap.cuh"
 
-constexpr int kStreamWarps = 8, kThreads = kStreamWarps * kWarp, kRows = 16, kRowBytes = 128;
+constexpr int kRowBytes = 128;
 constexpr int kFloat8Stages = 4, kNF4Stages = 3;  // one less without a norm
-constexpr int kBatch = 4;               // tiles whose sums are added up over the warps at the same time
-constexpr int kPacks = 2, kCopied = 8;  // 16-byte packs of x that a thread normalizes, or copies at the same time
+constexpr int kBatch = 4;  // tiles whose sums are added up over the warps at the same time
 constexpr int kBlock = 64, kPairs = 256;
 
 struct Args {
@@ -45,7 +47,8 @@ struct Args {
   int steady, early, isGELU;  // see Overlap in product.go
 };
 
-// Row is a row of w.
+// Row is row `of` of the result, as a row of a part of w. In a gated product, parts 0 and 1 both have this row, and
+// `second` chooses between them; otherwise the parts are stacked.
 template <bool Gated> struct Row {
   int part;
   int64_t row;  // of the part
@@ -63,8 +66,8 @@ template <bool Gated> struct Row {
   }
 };
 
-// loadWordsIf loads four words if they are wanted, and leaves them unchanged otherwise. The predicate keeps the compiler
-// from branching around products (mma.cuh).
+// loadWordsIf loads four words if they are wanted, and leaves them unchanged otherwise. It uses a predicate, because the
+// compiler may move products into the branches of an `if` around the load, where some lanes would be missing (mma.cuh).
 __device__ __forceinline__ void loadWordsIf(uint32_t (&v)[4], uint32_t address, bool wanted) {
   asm volatile(
       "{\n"
@@ -76,7 +79,8 @@ __device__ __forceinline__ void loadWordsIf(uint32_t (&v)[4], uint32_t address, 
       : "r"(address), "r"(uint32_t(wanted)));
 }
 
-// convertFloat8 returns the lower or upper two codes of a word in float16. GPUs that run this kernel can convert them.
+// convertFloat8 returns the lower or upper two codes of a word in float16. All GPUs that run this kernel have the
+// instruction; the code for older ones only has to compile.
 __device__ __forceinline__ uint32_t convertFloat8(uint32_t codes, bool upper) {
   uint32_t two = 0;
 #if __CUDA_ARCH__ >= 890
@@ -85,22 +89,22 @@ __device__ __forceinline__ uint32_t convertFloat8(uint32_t codes, bool upper) {
   return two;
 }
 
-// split divides a number between the columns of x.
-__device__ __forceinline__ void split(float v, f16& high, f16& low) {
+// splitScaled divides a number between the two columns of x for float8, as described above.
+__device__ __forceinline__ void splitScaled(float v, f16& high, f16& low) {
   high = fromFloat<f16>(v * 0x1p-12f);
   low = fromFloat<f16>((v - toFloat(high) * 0x1p12f) * 0x1p12f);
 }
 
 template <class T, bool NF4, bool Gated, bool Normed> __device__ __forceinline__ void streamPacked(const Args& a) {
-  extern __shared__ __align__(128) char memory[];  // NF4: starts with the table of pairs
+  extern __shared__ __align__(128) char memory[];  // with NF4, this starts with the table of pairs [kPairs][kWarp]
   using Operand = std::conditional_t<NF4, T, f16>;
-  constexpr int kStages = (NF4 ? kNF4Stages : kFloat8Stages) - (Normed ? 0 : 1), perTile = Gated ? kRows / 2 : kRows;
+  constexpr int kStages = (NF4 ? kNF4Stages : kFloat8Stages) - (Normed ? 0 : 1), perTile = kPerTile<Gated>;
   constexpr int columns = kRowBytes * (NF4 ? 2 : 1), blocks = columns / kBlock;  // of a piece
   constexpr int scalesAt = kRows * kRowBytes, stageBytes = scalesAt + (NF4 ? 2 * 4 * kRows : 0);
   char* const stages = memory + (NF4 ? kPairs * kWarp * 4 : 0);
-  float* const sums = reinterpret_cast<float*>(stages + kStreamWarps * kStages * stageBytes);  // [kBatch][kStreamWarps][kRows]
-  float* const squares = sums + kBatch * kStreamWarps * kRows;                                 // [kStreamWarps]
-  float* const signed8 = squares + kWarp;                                                      // NF4: [kNested]
+  float* const sums = reinterpret_cast<float*>(stages + kStreamWarps * kStages * stageBytes);
+  float* const squares = sums + kBatch * kStreamWarps * kRows;
+  float* const signed8 = squares + kWarp;  // with NF4: the values of the codes of scales [kNested]
   char* const xs = reinterpret_cast<char*>(signed8 + (NF4 ? kNested : 0));
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, group = lane / 4, quarter = lane % 4;
   const int from = int64_t(a.n) * blockIdx.x / gridDim.x, to = int64_t(a.n) * (blockIdx.x + 1) / gridDim.x;
@@ -108,13 +112,14 @@ template <class T, bool NF4, bool Gated, bool Normed> __device__ __forceinline__
   const int pieces = max(0, (a.depth / columns - warp + kStreamWarps - 1) / kStreamWarps);  // of this warp, in a row
   const T *x = static_cast<const T*>(a.x), *c = static_cast<const T*>(a.c);
 
-  // Copies of the ring. Odd rows have their halves swapped, so that rows read together are in different banks. With NF4,
-  // the first lanes also copy the codes of the scales of a row's blocks, and the others the scale of these codes.
+  // select finds what this lane copies of a tile: one chunk of every fourth row and, with NF4, also four bytes for the
+  // scales of row lane%kRows. These are the codes of the scales of its four blocks in the first kRows lanes, and the
+  // scale of these codes in the others.
   const uint32_t ring = tile::sharedAddress(stages) + warp * kStages * stageBytes;
   const int chunk = lane % 8, row0 = lane / 8;
   const uint8_t *codes[kRows / 4], *nested = nullptr;
   const float* scales = nullptr;
-  int firstBlock = 0;  // of the row
+  int firstBlock = 0;  // index of the row's first block in its part
   bool valid[kRows / 4], validScale = false;
   const auto select = [&](int tile) {
 #pragma unroll
@@ -132,6 +137,9 @@ template <class T, bool NF4, bool Gated, bool Normed> __device__ __forceinline__
       firstBlock = row.row * (a.depth / kBlock);
     }
   };
+
+  // copy starts copying the warp's next piece to the ring. It ends a group of copies even if no piece is left, so that
+  // copyWait can count on one group per call.
   int nextTile = 0, nextPiece = 0, nextSlot = 0;
   const auto copy = [&] {
     if (nextTile < tiles && pieces > 0) {
@@ -153,7 +161,8 @@ template <class T, bool NF4, bool Gated, bool Normed> __device__ __forceinline__
     }
     tile::copyCommit();
   };
-  // The norm's factors take the place of x until it is normalized.
+
+  // copyNorm starts copying the norm's factors to where x will be. Each thread copies the ones that it will use.
   const auto copyNorm = [&] {
     if constexpr (Normed)
 #pragma unroll
@@ -164,12 +173,13 @@ template <class T, bool NF4, bool Gated, bool Normed> __device__ __forceinline__
         }
     tile::copyCommit();
   };
+
   if (a.steady) {
     copyNorm();
     for (int i = 0; i < kStages; i++) copy();
   }
   if (a.early) releaseNext();
-  if constexpr (NF4) {
+  if constexpr (NF4) {  // fill the tables while the first copies are in flight
     uint32_t* pairs = reinterpret_cast<uint32_t*>(memory);
 #pragma unroll 4
     for (int pair = warp; pair < kPairs; pair += kStreamWarps) pairs[pair * kWarp + lane] = tile::pack(nf4[pair >> 4], nf4[pair & 15], T());
@@ -178,7 +188,8 @@ template <class T, bool NF4, bool Gated, bool Normed> __device__ __forceinline__
   awaitPrevious();
   if (!a.early) releaseNext();
 
-  // The residual and the scales of the rows that this thread completes.
+  // prepare loads the element of c and, with float8, the scales of the rows of w, for the result that this thread
+  // completes in the batch that starts with a tile.
   T added = fromFloat<T>(0);
   float rowScale = 1, upScale = 1;
   const auto prepare = [&](int firstTile) {
@@ -193,34 +204,21 @@ template <class T, bool NF4, bool Gated, bool Normed> __device__ __forceinline__
   };
   prepare(0);
 
-  const int lowAt = a.depth * 2 + 16;  // of the second column, in other banks than the first one
+  // Store x in shared memory. A product that needs no second column has none.
+  const int lowAt = a.depth * 2 + 16;  // where the second column is, in other banks than the first
   if constexpr (Normed) {
     Pack<T, 8> v[kPacks];
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kPacks; i++)
-      if (const int at = (i * kThreads + threadIdx.x) * 8; at < a.depth) v[i] = load<8>(x + at);
+    loadRow(v, x, a.depth);
     if (!a.steady) {
       copyNorm();
       for (int i = 0; i < kStages; i++) copy();
     }
-#pragma unroll
-    for (int i = 0; i < kPacks; i++)
-      if ((i * kThreads + threadIdx.x) * 8 < a.depth)
-#pragma unroll
-        for (int e = 0; e < 8; e++) sum += v[i].get(e) * v[i].get(e);
-    sum = warpReduce<Sum>(sum);
-    if (lane == 0) squares[warp] = sum;
-    tile::copyWait<kStages>();
+    storeSquares(squares, v, a.depth);
+    tile::copyWait<kStages>();  // the thread's factors have arrived
     Pack<float, 8> factors[kPacks];
-#pragma unroll
-    for (int i = 0; i < kPacks; i++)
-      if (const int at = (i * kThreads + threadIdx.x) * 8; at < a.depth) factors[i] = load<8>(reinterpret_cast<const float*>(xs) + at);
-    __syncthreads();
-    sum = 0;
-#pragma unroll
-    for (int i = 0; i < kStreamWarps; i++) sum += squares[i];
-    const float scale = rsqrtf(sum / a.depth + a.eps);
+    loadRow(factors, reinterpret_cast<const float*>(xs), a.depth);
+    __syncthreads();  // all threads have loaded their factors, which x overwrites, and stored squares
+    const float scale = normScale(squares, a.depth, a.eps);
 #pragma unroll
     for (int i = 0; i < kPacks; i++)
       if (const int at = (i * kThreads + threadIdx.x) * 8; at < a.depth) {
@@ -228,12 +226,10 @@ template <class T, bool NF4, bool Gated, bool Normed> __device__ __forceinline__
 #pragma unroll
         for (int e = 0; e < 8; e++) {
           const float y = v[i].get(e) * scale * factors[i].v[e];
-          if constexpr (NF4) {
-            high.set(e, y);
-            low.set(e, y - high.get(e));
-          } else {
-            split(y, high.v[e], low.v[e]);
-          }
+          if constexpr (NF4)
+            splitRounded(y, high.v[e], low.v[e]);
+          else
+            splitScaled(y, high.v[e], low.v[e]);
         }
         store(reinterpret_cast<Operand*>(xs + at * 2), high);
         store(reinterpret_cast<Operand*>(xs + lowAt + at * 2), low);
@@ -252,7 +248,7 @@ template <class T, bool NF4, bool Gated, bool Normed> __device__ __forceinline__
           } else {
             Pack<f16, 8> high, low;
 #pragma unroll
-            for (int e = 0; e < 8; e++) split(v[i].get(e), high.v[e], low.v[e]);
+            for (int e = 0; e < 8; e++) splitScaled(v[i].get(e), high.v[e], low.v[e]);
             store(reinterpret_cast<f16*>(xs + at * 2), high);
             store(reinterpret_cast<f16*>(xs + lowAt + at * 2), low);
           }
@@ -269,9 +265,14 @@ template <class T, bool NF4, bool Gated, bool Normed> __device__ __forceinline__
   const uint32_t xAt = tile::sharedAddress(xs) + group % 2 * lowAt + warp * columns * 2 + quarter * laneBytes;
   const uint32_t wAt = ring + group * kRowBytes + ((quarter ^ (group % 2 * 4)) << 4);
   T* y = static_cast<T*>(a.y);
-  uint32_t b[2][2][4] = {};  // elements of x for each half of the piece; columns without elements stay zero
+
+  // The lane's part of operand B. It starts as zeros, and remains zero if the lane's column has no elements of x. With NF4,
+  // a column has elements in only one half of a piece, so each half has its own part.
+  uint32_t b[2][2][4] = {};
   int slot = 0;
   for (int t = 0; t < tiles; t++) {
+    // acc has the products, total the sums of rows `group` and `group` + 8 of the tile, and offset (NF4) what is added to
+    // the scales of these rows.
     float acc[2][4] = {}, total[2] = {}, offset[2] = {};
     if constexpr (NF4) {
 #pragma unroll
@@ -284,7 +285,7 @@ template <class T, bool NF4, bool Gated, bool Normed> __device__ __forceinline__
       tile::copyWait<kStages - 1>();
       __syncwarp();
       const int stage = slot * stageBytes;
-      if constexpr (NF4) {
+      if constexpr (NF4) {  // sums of different pieces have different scales
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -293,7 +294,8 @@ template <class T, bool NF4, bool Gated, bool Normed> __device__ __forceinline__
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const uint32_t xPiece = xAt + p * (kStreamWarps * columns * 2) + h * (4 * laneBytes);
-        // With NF4, this lane's column has elements of one block only.
+        // Whether this lane's column, which is `group`, has the elements of x that match the lane's codes. With NF4, these
+        // codes belong to block h·2 + quarter/2.
         const bool wanted = (!NF4 || Normed || group % 2 == 0) && group / 2 == (NF4 ? h * 2 + quarter / 2 : 0);
         uint32_t upper[4], lower[4];
         tile::loadWords(upper, (wAt + stage) ^ (h * 64));
@@ -305,7 +307,7 @@ template <class T, bool NF4, bool Gated, bool Normed> __device__ __forceinline__
             loadWordsIf(of, xPiece + s * 16, wanted);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
-              // A byte, times the bytes of an entry of the table, plus the lane's copy.
+              // The address in the table: byte i/2 of the word times 128, the size of an entry, plus the lane's copy.
               const int shift = i / 2 * 8 - 7;
               const uint32_t word = i % 2 ? lower[s] : upper[s];
               const uint32_t at = ((shift < 0 ? word << -shift : word >> shift) & 0x7f80u) | lane * 4u;
@@ -326,7 +328,7 @@ template <class T, bool NF4, bool Gated, bool Normed> __device__ __forceinline__
           }
         }
       }
-      if constexpr (NF4) {
+      if constexpr (NF4) {  // add the sums of block `quarter` of both rows, times their scales
         const char* at = stages + warp * kStages * stageBytes + stage + scalesAt + group * 4;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -340,6 +342,8 @@ template <class T, bool NF4, bool Gated, bool Normed> __device__ __forceinline__
       copy();
     }
 
+    // Store the warp's sums, and complete the results after the last tile of a batch. With NF4, the four quarters have the
+    // sums of different blocks. With float8, lanes of quarter 0 hold the results of both columns.
     const int of = t % kBatch;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -353,17 +357,11 @@ template <class T, bool NF4, bool Gated, bool Normed> __device__ __forceinline__
     }
     if (of != kBatch - 1 && t != tiles - 1) continue;
 
-    // Add up the sums of the warps, in order.
     __syncthreads();
     const int r = from + (t - of) * perTile + threadIdx.x;
     if (threadIdx.x < kBatch * perTile && r < to) {
-      const float* at = sums + threadIdx.x / perTile * kStreamWarps * kRows + threadIdx.x % perTile;
-      float v = 0, up = 0;
-#pragma unroll
-      for (int i = 0; i < kStreamWarps; i++) {
-        v += at[i * kRows];
-        if constexpr (Gated) up += at[i * kRows + perTile];
-      }
+      float v, up;
+      addWarps<Gated>(sums, v, up);
       v *= rowScale, up *= upScale;
       if constexpr (Gated)
         v = a.isGELU ? gateMul<T, true>(v, up) : gateMul<T, false>(v, up);

@@ -229,18 +229,18 @@ func TestConstantsMatchSources(t *testing.T) {
 	kerneltest.MatchSource(t, "decode_product.cu", fmt.Sprintf("kWarps = %d, kDeep = %d;", warps, deep))
 	kerneltest.MatchSource(t, "decode_packed.cuh", fmt.Sprintf("kMostParts = %d,", MostParts))
 	kerneltest.MatchSource(t, "decode_packed.cu", fmt.Sprintf("kPackedWarps = %d, kChunk = %d,", packedWarps, packedChunk))
-	kerneltest.MatchSource(t, "decode_stream_packed.cu",
-		fmt.Sprintf("kStreamWarps = %d,", streamWarps), fmt.Sprintf("kRows = %d, kRowBytes = %d;", streamRows, packedStreamBytes),
+	kerneltest.MatchSource(t, "decode_stream.cuh", fmt.Sprintf("kStreamWarps = %d,", streamWarps),
+		fmt.Sprintf("kRows = %d;", streamRows), "kPacks = 2,")
+	kerneltest.MatchSource(t, "decode_stream.cu", fmt.Sprintf("kColumns = %d, kStages = %d;", streamColumns, streamStages),
+		fmt.Sprintf("kBatch = %d;", streamBatch))
+	kerneltest.MatchSource(t, "decode_stream_packed.cu", fmt.Sprintf("kRowBytes = %d;", packedStreamBytes),
 		fmt.Sprintf("kFloat8Stages = %d, kNF4Stages = %d;", packedStreamFloat8, packedStreamNF4),
-		fmt.Sprintf("kBatch = %d;", packedStreamBatch), "kPacks = 2,")
+		fmt.Sprintf("kBatch = %d;", packedStreamBatch))
 	kerneltest.MatchSource(t, "decode_norm.cu", fmt.Sprintf("kThreads = %d;", normThreads))
 	kerneltest.MatchSource(t, "decode_rows.cu", fmt.Sprintf("kTile = %d, kDepth = %d, kStages = %d, kThreads = %d;",
 		rowsTile, rowsDepth, rowsStages, rowsThreads))
 	kerneltest.MatchSource(t, "decode_chunk.cu", fmt.Sprintf("kWarps = %d,", groupedWarps),
 		fmt.Sprintf("kKeys = %d, kStages = %d, kRows = 16 * kWarps;", groupedKeys, groupedStages))
-	kerneltest.MatchSource(t, "decode_stream.cu", fmt.Sprintf("kStreamWarps = %d,", streamWarps),
-		fmt.Sprintf("kRows = %d, kColumns = %d, kStages = %d;", streamRows, streamColumns, streamStages),
-		fmt.Sprintf("kBatch = %d;", streamBatch), "kPacks = 2,")
 	kerneltest.MatchSource(t, "decode_cluster.cu", fmt.Sprintf("kThreads = %d, kBlocks = %d;", threads, clusterBlocks),
 		"rounds = L == 8 ? 4 : 8,", "together = G * L > 128 ? 4 : G;")
 	require.Equal(t, PageTokens, kvcache.PageTokens)

@@ -5,8 +5,8 @@ import (
 	"github.com/kasmina-go/kasmina/cudaops/internal/kernel"
 )
 
-// These constants must match decode_stream_packed.cu, which has as many warps and rows in a tile as decode_stream.cu, and
-// can normalize as many elements.
+// These constants must match decode_stream_packed.cu. The number of warps, the rows of a tile and the largest depth with a
+// norm are those of decode_stream.cuh: streamWarps, streamRows and streamNormed.
 const (
 	packedStreamBytes  = 128 // bytes of codes of a row in a piece
 	packedStreamBatch  = 4

@@ -15,7 +15,7 @@ type streamed struct {
 	gated, gelu bool
 }
 
-// These constants must match decode_stream.cu.
+// These constants must match decode_stream.cu and decode_stream.cuh.
 const (
 	streamWarps   = 8
 	streamRows    = 16
@@ -59,17 +59,21 @@ func (s streamed) launch(q *kernel.Queue) {
 		s.norm.Eps, s.Steady, s.Early, s.gelu})
 }
 
-// spread returns the number of bytes of shared memory that a block of a product requests. Products with a norm request
-// more than half of a multiprocessor's memory, so that no multiprocessor runs two of their blocks while others run none.
-// The rest is enough for a block of the product before or after, because products with and without a norm alternate in a
+// spread returns the number of bytes of shared memory that each block of a product requests: at least shared, which is
+// what it needs.
+//
+// A large product with a norm requests more than half of a multiprocessor's shared memory, so that no two of its blocks
+// fit on the same multiprocessor. It has one block per multiprocessor, so every multiprocessor then runs one. The other
+// half is enough for a block of the product before or after it, because products with and without a norm alternate in a
 // model.
 //
-// Otherwise, blocks would share multiprocessors in pairs after an attention, which leaves some multiprocessors more memory
-// than others. This would continue until the end of the token: the blocks of each product would go in pairs to the
-// multiprocessors that run none of the preceding product.
+// Without this, the GPU would place two blocks on some multiprocessors and none on others. It begins with attention,
+// which occupies only part of the multiprocessors: the next product, which starts before attention has ended, goes to the
+// others in pairs. The product after that finds memory only where the preceding one has no blocks, and again goes there
+// in pairs. Until the end of the token, each product would read its weights with half of the multiprocessors.
 //
-// Small products request no more than they need, because more of them can then overlap. A product is small if the rings
-// of its blocks hold all weights.
+// A small product, whose weights all fit in the rings of its blocks, requests only what it needs: it is better for small
+// products that more of them overlap.
 func spread(shared int, n Norm, weights, rings int, d gpu.DeviceInfo) int {
 	const reserved, unit = 1024, 128 // bytes that the driver adds for each block, and the granularity of requests
 	if n.W == 0 || weights <= rings*d.SMs {
