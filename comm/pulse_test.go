@@ -69,7 +69,15 @@ func (run *pipedRun) join(t *testing.T, rank int) (*World, error) {
 		w.Fail(errors.New("the test is over"))
 		w.Close()
 	})
-	return w, w.enter(t.Context())
+	return w, w.enter(patiently(t))
+}
+
+// patiently returns a context that ends after patience, so that a test whose run does not fail ends too.
+func patiently(t *testing.T) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	t.Cleanup(cancel)
+	return ctx
 }
 
 // pipedWorlds joins all ranks of a run.
@@ -190,18 +198,25 @@ func TestWaitingRankIsNotSilent(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		all := pipedWorlds(t, 3, short)
+		ctx := patiently(t)
+		end := func(w *World) error {
+			select {
+			case <-w.Done():
+			case <-ctx.Done():
+			}
+			return w.Err()
+		}
 		errs := everywhere(3, func(r int) error {
 			if err := all[r].Report(0); err != nil {
 				return err
 			}
 			switch r {
 			case 0:
-				return all[r].Barrier(t.Context(), "x")
+				return all[r].Barrier(ctx, "x")
 			case 1:
-				return all[r].Wait(func() error { <-all[r].Done(); return all[r].Err() })
+				return all[r].Wait(func() error { return end(all[r]) })
 			}
-			<-all[r].Done()
-			return all[r].Err()
+			return end(all[r])
 		})
 
 		for _, err := range errs {
@@ -285,7 +300,7 @@ func TestFrozenRankZero(t *testing.T) {
 		require.NoError(t, err)
 		defer w.wire.Close()
 
-		err = w.enter(t.Context())
+		err = w.enter(patiently(t))
 		var e *RankError
 		require.ErrorAs(t, err, &e)
 		require.Equal(t, 0, e.Rank)
@@ -298,8 +313,9 @@ func TestAllWait(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		all := pipedWorlds(t, 2, short/2)
+		ctx := patiently(t)
 		errs := everywhere(2, func(r int) error {
-			return all[r].Barrier(context.Background(), strconv.Itoa(r))
+			return all[r].Barrier(ctx, strconv.Itoa(r))
 		})
 		for _, err := range errs {
 			var e *RankError
