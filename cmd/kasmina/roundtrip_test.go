@@ -7,6 +7,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"math/rand/v2"
+	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -203,7 +205,17 @@ func TestGGUFModels(t *testing.T) {
 // TestServerIsKilled kills the server in the middle of a stream, and checks that the client notices, and that a
 // new server answers at the same address at once.
 func TestServerIsKilled(t *testing.T) {
-	addr, body := "127.0.0.1:0", `{"prompt":"Permission","temperature":0,"max_tokens":90,"ignore_eos":true`
+	const body = `{"prompt":"Permission","temperature":0,"max_tokens":90,"ignore_eos":true`
+
+	// An unused port below those that systems assign by themselves, so that no other program takes it between two servers.
+	addr := ""
+	for addr == "" {
+		if l, err := net.Listen("tcp", fmt.Sprint("127.0.0.1:", 5000+rand.IntN(5000))); err == nil {
+			addr = l.Addr().String()
+			require.NoError(t, l.Close())
+		}
+	}
+
 	var want string
 	for i := range 3 {
 		c := program(t, nil, "serve", "--model", tiny, "--device", "cpu", "--addr", addr)
@@ -213,7 +225,7 @@ func TestServerIsKilled(t *testing.T) {
 		t.Cleanup(func() { c.Process.Kill() })
 		lines := bufio.NewScanner(stdout)
 		require.True(t, lines.Scan(), "server %d does not start", i)
-		addr = regexp.MustCompile(`127\.0\.0\.1:\d+`).FindString(lines.Text())
+		require.Contains(t, lines.Text(), addr)
 		go io.Copy(io.Discard, stdout)
 
 		url := fmt.Sprintf("http://%s/v1/completions", addr)
