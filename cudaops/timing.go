@@ -43,8 +43,8 @@ func WithTuning(t Tuning) MachineOption {
 	}
 }
 
-// WithVariants forces or forbids variants of ops, whatever the tuning. A rule has the form OP=VARIANT or
-// OP!=VARIANT, with names as in [Machine.Choices] and the wildcards of [path.Match]:
+// WithVariants forces or forbids variants of ops, regardless of the tuning mode. A rule has the form
+// OP=VARIANT or OP!=VARIANT, with names as in [Machine.Choices] and the wildcards of [path.Match]:
 //
 //	cudaops.WithVariants("Attention*=mma", "RMSNorm*!=rows-*")
 //

@@ -52,7 +52,7 @@ type LoRA struct {
 	Alphas map[string]float64 `json:"alphas,omitempty"`
 
 	// Growing permits a [RankGrowth] to change Targets, Ranks and Alphas during training. Rank and Alpha then
-	// determine the factor s of all adapters, whatever their rank.
+	// determine the factor s of all adapters, regardless of their rank.
 	Growing bool `json:"growing,omitempty"`
 }
 

@@ -100,7 +100,7 @@ func (c condition) err() error {
 	return nil
 }
 
-// damage returns the error because of which the parameters must not be saved, or nil if they may be
+// damage returns the error after which the parameters must not be saved, or nil if they may be
 // saved.
 func (c condition) damage() error {
 	if c.phase == damaged || c.phase == lost {

@@ -21,10 +21,10 @@ import (
 // An EMA is a [Part] that keeps an exponential moving average of a model's weights. The average often
 // has a lower held-out loss than the weights of the last step.
 //
-// The average starts as the weights after the first step that the EMA takes part in. After every
-// further step, average = decay·average + (1−decay)·weights. When a model grows, copies of a block
-// start with the average of the original block, and new parameters start with their own values. When
-// growth is undone, the remaining parameters keep their averages.
+// The average starts as the weights after the first step of the EMA. After every further step,
+// average = decay·average + (1−decay)·weights. When a model grows, copies of a block start with the
+// average of the original block, and new parameters start with their own values. When growth is
+// undone, the remaining parameters keep their averages.
 //
 // A checkpoint contains the average, and a resumed run continues it bit for bit. Every rank maintains
 // the same average, which takes up as much memory as the weights.

@@ -57,8 +57,8 @@ type Graph struct {
 	// Pages assigns the rows to sequences in pages: see [kvcache.Spans.PageTable]. It is nil in other graphs.
 	Pages  *gorgonia.Node
 	Logits *gorgonia.Node // [len(Rows), Vocab], in ForLogits graphs
-	// Adapters selects an adapter of a set for each row, by its index; the number of adapters stands for none. It is an
-	// int [len(IDs)], and nil without [WithAdapterSet].
+	// Adapters selects an adapter of a set for each row, by its index. An index equal to the number of adapters
+	// selects none. It is an int [len(IDs)], and nil without [WithAdapterSet].
 	Adapters *gorgonia.Node
 	// States holds the normalized states of the rows in a graph without an output layer; Logits is then nil.
 	States *gorgonia.Node

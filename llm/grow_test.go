@@ -495,8 +495,8 @@ var withoutDecay = map[string]func() (optim.Optimizer, error){
 }
 
 // TestFrozenSlots checks that a slot remains unchanged, bit for bit, from the step when its last seed
-// stops learning, whatever the reason, because momentum no longer affects it. A run resumed from that
-// step must be bit-identical.
+// stops learning for any reason, because momentum no longer affects it. A run resumed from that step
+// must be bit-identical.
 func TestFrozenSlots(t *testing.T) {
 	const layer, seed, slot, frozenAt, steps = 1, 1, 1, 5, 12
 	for name, optimizer := range withoutDecay {

@@ -107,7 +107,7 @@ func hold(m *Model, h paramHolder) { m.holder = h }
 // holderOf returns the holder of the parameters.
 func holderOf(m *Model) paramHolder { return m.holder }
 
-// spoiledBy returns the failure because of which the parameters must not be saved, or nil.
+// spoiledBy returns the failure after which the parameters must not be saved, or nil.
 func spoiledBy(m *Model) error {
 	if m.holder == nil {
 		return nil

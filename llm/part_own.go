@@ -203,7 +203,7 @@ func (p optimizerPart) Load(r *CheckpointReader) (install func(), err error) {
 		return nil, err
 	}
 
-	// Moments may be in files of their own.
+	// Moments may be in separate files.
 	apart, err := r.file.Moments(r.ctx, p.t.fileShape(r.file, r.run.model.layout))
 	if err != nil {
 		return nil, err

@@ -230,7 +230,7 @@ func (e *entry) add(m Moment, t Tensor) error {
 // checkMoment returns an error unless all elements are finite and means of squares and scales are
 // not negative. Other elements would make a weight NaN or infinite. All codes are valid.
 //
-// Every state that steps produce must pass, whatever the betas. The mean of the gradients is
+// Every state that steps produce must pass, regardless of the betas. The mean of the gradients is
 // therefore not compared with the mean of their squares: for β2 ≤ β1² their ratio is unbounded,
 // since without gradients the squares decay to zero faster.
 func checkMoment(m Moment, data any) error {

@@ -296,9 +296,9 @@ func (l *Lattice) Transitions(seed int) ([]Transition, error) {
 	return all, nil
 }
 
-// Mute hides a seed from forward passes, which then treat it as Dormant whatever its stage, or shows
-// it again. Muting serves to compare the model with and without the seed. It is not saved and causes
-// no event.
+// Mute hides a seed from forward passes, which then treat it as Dormant regardless of its stage, or
+// shows it again. Muting serves to compare the model with and without the seed. It is not saved and
+// causes no event.
 func (l *Lattice) Mute(seed int, muted bool) error { return l.override("Mute", seed, Dormant, muted) }
 
 // Probe makes forward passes treat a seed in Training as if it were FineTuning, with y = t(x), or

@@ -19,7 +19,7 @@ type (
 
 // Stages of a seed. y is its output, x its input chunk, t the transform of its blueprint.
 const (
-	Dormant       = lifecycle.Dormant       // y = x; the seed only watches its chunk
+	Dormant       = lifecycle.Dormant       // y = x; the seed only measures its chunk
 	Germinated    = lifecycle.Germinated    // y = x; a blueprint has been chosen
 	Training      = lifecycle.Training      // y = x; the blueprint learns as if α were 1
 	Grafting      = lifecycle.Grafting      // y = x + α(t(x) − x); α rises every epoch

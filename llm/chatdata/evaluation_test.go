@@ -10,7 +10,8 @@ import (
 	"github.com/kasmina-go/kasmina/llm/data"
 )
 
-// TestEvaluation checks that an evaluation has every learned token once, whatever the size of its batches.
+// TestEvaluation checks that an evaluation contains every learned token once, regardless of the size of
+// its batches.
 func TestEvaluation(t *testing.T) {
 	e := newEncoder(t, chatML)
 	var sequences []chatdata.Sequence

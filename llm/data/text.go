@@ -32,7 +32,7 @@ type document struct {
 	size     int64
 	fileSize int64 // with modified, as found by Open
 	modified time.Time
-	identity string // of the file, as far as the system provides one
+	identity string // identity of the file, if the system provides one
 	// last change of the file or its attributes; zero if the system doesn't provide it
 	changed time.Time
 }

@@ -25,7 +25,7 @@ type namedMatcher struct {
 // mostMatchers is the number of matchers that a model keeps, one for each grammar.
 const mostMatchers = 16
 
-// matcher returns the matcher for a grammar. Equal names stand for equal grammars.
+// matcher returns the matcher for a grammar. Grammars with equal names are equal.
 func (s *matchers) matcher(name string, g *grammar.Grammar) (*grammar.Matcher, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -14,7 +14,7 @@ type Stage uint8
 
 // Stages of a seed. y is its output, x its input chunk, t the transform of its blueprint.
 const (
-	Dormant    Stage = iota // y = x; the seed only watches its chunk
+	Dormant    Stage = iota // y = x; the seed only measures its chunk
 	Germinated              // y = x; a blueprint has been chosen
 	// Training: y = x; the blueprint learns as if α were 1, without affecting the host.
 	Training
