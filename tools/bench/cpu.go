@@ -27,8 +27,9 @@ import (
 	"github.com/kasmina-go/kasmina/state"
 )
 
-// The groups for the CPU: its limits, a matrix product, a Kasmina layer, single ops, and training.
-func cpuGroups() []string { return []string{"copy", "gemm", "kasmina", "ops", "train"} }
+// The groups for the CPU: its limits, a matrix product, a Kasmina layer, single ops, training, and tuning on short
+// chats.
+func cpuGroups() []string { return []string{"copy", "gemm", "kasmina", "ops", "train", ofPacking} }
 
 // onCPU measures in float32 on GOMAXPROCS cores.
 func onCPU(o options) error {
@@ -50,7 +51,7 @@ func onCPU(o options) error {
 		name    string
 		measure func(options) error
 	}{{"copy", cpuCeilings}, {"gemm", cpuGemm}, {"kasmina", cpuKasmina}, {"ops", cpuOps},
-		{"train", cpuTrain}} {
+		{"train", cpuTrain}, {ofPacking, cpuPackings}} {
 		if !o.has(g.name) {
 			continue
 		}

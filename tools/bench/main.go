@@ -67,6 +67,7 @@ type result struct {
 	PeakGiB  float64 `json:"peak_gib,omitempty"`
 	ExtraGiB float64 `json:"extra_gib,omitempty"` // memory beyond operands and their gradients
 	Loss     float64 `json:"loss,omitempty"`      // of the last step
+	Tokens   int     `json:"tokens,omitempty"`    // computed in a pass over chats, including padding
 
 	Card     string `json:"card,omitempty"`
 	Driver   string `json:"driver,omitempty"`
@@ -214,7 +215,7 @@ func (o options) run(device string, repeat int, against string) error {
 // gpuGroups returns the groups of cudabench, and the groups measured through the public machine.
 func gpuGroups() []string {
 	return append(cudabench.Groups(), "loss", "train", "train-f8", "train-bf16-gradients",
-		"recompute", "train-kasmina", ofPublished, ofTuning)
+		"recompute", "train-kasmina", ofPublished, ofTuning, ofPacking)
 }
 
 func modelNames() (names []string) {
@@ -320,7 +321,11 @@ func onGPU(o options) error {
 		}
 	}
 
-	return o.tunings(device)
+	if err := o.tunings(device); err != nil {
+		return err
+	}
+
+	return o.packings(device)
 }
 
 // begin prints the first line of a run, unless the earlier run was on another machine.
