@@ -70,7 +70,7 @@ func (s Sequence) Learned() int {
 // Conversations are rendered with the chat template. The tokens to learn are found by rendering the
 // messages before each turn of the assistant. A turn starts after the assistant prefix that the
 // template adds for generation, and includes the end token, so the model learns exactly the tokens it
-// will have to generate.
+// will have to generate. If the assistant speaks first, its turn starts with its words.
 //
 // Some templates change the rendering of a message once another message follows. Such a conversation
 // becomes several sequences, one for each turn of the assistant, rendered as for generation.
@@ -345,6 +345,10 @@ func (r *renderer) learn(s *Sequence, full string, i, next int) error {
 // begin returns the length of the part of the full conversation that precedes the assistant's words in
 // message i.
 func (r *renderer) begin(full string, i int) (int, error) {
+	if i == 0 {
+		return commonPrefix(full, r.opening()), nil
+	}
+
 	invited, err := r.render(i, true)
 	if err != nil {
 		return 0, err
@@ -367,6 +371,24 @@ func (r *renderer) begin(full string, i int) (int, error) {
 	}
 
 	return common, nil
+}
+
+// opening returns the text before the words of an assistant that speaks first, as far as it can be found. Many templates
+// cannot render a conversation without messages, so opening renders two that differ only in these words.
+func (r *renderer) opening() string {
+	var texts [2]string
+	for i, words := range []string{"a", "b"} {
+		other := *r
+		other.messages = slices.Clone(r.messages)
+		other.messages[0].JSON = json.RawMessage(`{"role": "assistant", "content": "` + words + `"}`)
+
+		var err error
+		if texts[i], err = other.render(len(other.messages), false); err != nil {
+			return ""
+		}
+	}
+
+	return texts[0][:commonPrefix(texts[0], texts[1])]
 }
 
 // separate encodes each turn of the assistant as a separate sequence. The sequence consists of the

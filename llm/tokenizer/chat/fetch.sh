@@ -5,6 +5,10 @@
 # Then compare:
 #
 #	KASMINA_CHAT_CORPUS=FOLDER/chat.json go test -run TestPublished -v ./llm/tokenizer/chat
+#
+# ../../chatdata/testdata/prefixes.py and masks.py write the tokens to learn to the same folder. To compare them:
+#
+#	KASMINA_CHAT_CORPUS=FOLDER go test -run TestPublished -v ./llm/chatdata
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1" && cd "$1"
