@@ -346,8 +346,15 @@ func (o *finetuneOptions) read(c *cobra.Command, f *hf.Folder) (*tuningData, err
 		return nil, err
 	}
 
-	if o.seq == 0 {
-		o.seq = max(slices.Max(d.lengths(report.Sequences)), min(256, f.Config.Seq))
+	longest := slices.Max(d.lengths(report.Sequences))
+	switch {
+	case o.seq == 0:
+		o.seq = max(longest, min(256, f.Config.Seq))
+	case f.Config.Positions > 0 && o.seq > f.Config.Positions:
+		return nil, fmt.Errorf("--seq is %d, and the model has %d positions: want at most that", o.seq, f.Config.Positions)
+	case d.prefers && longest > o.seq:
+		return nil, fmt.Errorf("--seq is %d, and the longest pair of %s needs %d for both of its answers: give --seq %d, or leave it out",
+			o.seq, o.data, longest, longest)
 	}
 
 	return d, o.renderPrompts(d, held)
@@ -367,9 +374,12 @@ func (o *finetuneOptions) report(ctx context.Context, e *chatdata.Encoder) (*cha
 	}
 
 	if n := len(report.Problems); n > 0 {
+		check := fmt.Sprintf("kasmina data check %s --model %s", o.data, o.model)
+		if o.seq > 0 {
+			check += fmt.Sprint(" --seq ", o.seq)
+		}
 		return nil, fmt.Errorf("%s has %s, and nothing was trained:%s\n%q shows all of them", o.data,
-			plural(n, "problem"), summaryOf(report.Problems),
-			fmt.Sprintf("kasmina data check %s --model %s", o.data, o.model))
+			plural(n, "problem"), summaryOf(report.Problems), check)
 	}
 
 	return report, nil
@@ -635,6 +645,9 @@ func (o *finetuneOptions) checkSaving(c llm.Config, f *hf.Folder) (err error) {
 		err = hf.CheckSaveAdapter(c, o.base(), hf.Like(f))
 	} else {
 		err = hf.CheckSave(c.Plain(), hf.Like(f))
+	}
+	if err != nil && o.adapts() && !o.merge && hf.CheckSave(c.Plain(), hf.Like(f)) == nil {
+		return fmt.Errorf("the adapters could not be saved: %w (add --merge)", err)
 	}
 	if err != nil {
 		return fmt.Errorf("the result could not be saved: %w", err)

@@ -106,7 +106,8 @@ func TestOtherOptions(t *testing.T) {
 	require.NotContains(t, err.Error(), "--steps")
 	_, err = kasmina(t, short(out, "--seq", "8", "--resume")...)
 	require.ErrorIs(t, err, llm.ErrArchitecture)
-	require.ErrorContains(t, err, "--seq, --grow and the options of adapters must stay as they were")
+	require.ErrorContains(t, err, `(--seq was "16" and is "8" now); the sizes of the model, `+
+		"--seq, --grow and the options of adapters must stay as they were")
 	require.Contains(t, stderrOf(t, short(out, "--resume", "--lr", "0.0003")...),
 		`resuming  with other settings: --lr was "0.002" and is "0.0003" now`)
 

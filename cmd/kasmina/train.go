@@ -619,6 +619,9 @@ func (o *trainOptions) resumeFrom(c *cobra.Command, t *llm.Trainer, path string)
 	}
 
 	if errors.Is(err, llm.ErrArchitecture) {
+		if options := differences(optionsOf(c), run); len(options) > 0 {
+			err = fmt.Errorf("%s: %w (%s)", path, llm.ErrArchitecture, strings.Join(options, "; "))
+		}
 		return fmt.Errorf("%w; the sizes of the model, --seq, --grow and the options of adapters must stay as they were: give the "+
 			"values of that run, or start a new one with another --out", err)
 	}

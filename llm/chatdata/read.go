@@ -241,7 +241,7 @@ func parseMessage(text json.RawMessage) (Message, error) {
 	case !ok || string(content) == "null" || content[0] == '[':
 		return m, nil // a tool call without text, or a message consisting of text and image parts
 	case content[0] != '"':
-		return m, errors.New(`has a "content" that is neither a string nor a list of parts`)
+		return m, errors.New(`has a "content" that is neither a string nor a list of parts: write it as a string`)
 	}
 
 	return m, json.Unmarshal(content, &m.Text)
