@@ -38,8 +38,8 @@ func (a *adapters) flags(c *cobra.Command) {
 		"end; `where` is grow (on the layers with the largest gradients), all (on every layer) or "+
 		"random (for comparison)")
 	f.BoolVar(&a.directed, "directed", false,
-		"initialize adapters along the gradients of their weights instead of at random; always so with "+
-			"--adapters grow")
+		"initialize adapters along the gradients of their weights instead of at random; --adapters grow "+
+			"always does so")
 	f.IntVar(&a.rank, "rank", 8,
 		"rank of the adapters with --adapters all; grow and random use as many parameters in total")
 	completeFlag(c, "adapters", "grow", "all", "random")
@@ -100,7 +100,7 @@ func (a *adapters) parameters(c llm.Config) (all int, err error) {
 	return all, nil
 }
 
-// describe lists the adapters by layer.
+// describe lists the sums of the adapters' ranks by the kind of layer.
 func (a *adapters) describe(m *llm.Model) string {
 	byLayer := map[string]int{}
 	for _, p := range m.Planted {
@@ -110,7 +110,7 @@ func (a *adapters) describe(m *llm.Model) string {
 	for _, l := range adapterLayers {
 		all = append(all, fmt.Sprintf("%s %d", l, byLayer[l]))
 	}
-	return fmt.Sprintf("%d adapters, their ranks by layer: %s", len(m.Planted), strings.Join(all, ", "))
+	return fmt.Sprintf("adapters  %d, with these total ranks: %s", len(m.Planted), strings.Join(all, ", "))
 }
 
 var errAdaptersGrow = errors.New("--adapters and --grow are given: want one of them")

@@ -15,7 +15,7 @@ import (
 
 // baseFlag adds --base.
 func (o *finetuneOptions) baseFlag(c *cobra.Command) {
-	c.Flags().StringVar(&o.baseType, "base", "f32", "type in memory of the linear layers that do not learn: f32, bf16, "+
+	c.Flags().StringVar(&o.baseType, "base", "f32", "type in which the frozen linear layers are stored in memory: f32, bf16, "+
 		"f8 or nf4 (QLoRA)")
 	completeFlag(c, "base", "f32", "bf16", "f8", "nf4")
 }
@@ -26,11 +26,10 @@ func (o *finetuneOptions) weights() (t cpuops.WeightType, err error) {
 		return t, fmt.Errorf("--base is %.40q, want f32, bf16, f8 or nf4", o.baseType)
 	}
 	if t != cpuops.Float32 && o.method == methodFull {
-		return t, fmt.Errorf("--base %v is for weights that do not learn, and with --method full all learn: leave it "+
-			"out", t)
+		return t, fmt.Errorf("--base %v is for frozen weights, but with --method full, all weights learn: leave it out", t)
 	}
 	if t != cpuops.Float32 && o.method == methodSeeds {
-		return t, fmt.Errorf("--base %v is not for --method seeds, next to which the model is in float32: leave it out", t)
+		return t, fmt.Errorf("--base %v does not work with --method seeds, which needs float32 weights: leave it out", t)
 	}
 	return t, nil
 }
@@ -66,8 +65,8 @@ func loadFrozen(ctx context.Context, t cpuops.WeightType, c llm.Config, f *hf.Fo
 	return llm.LoadFrozen(ctx, t, c, newCounted(f, at), tuned...)
 }
 
-// whole replaces the frozen weights of a trained model with the float32 weights of its folder, and prints
-// how much this changes the logits for the given tokens.
+// whole replaces the compact frozen weights of a trained model with the float32 weights of its folder, and
+// prints how much this changes the logits for the given tokens.
 func (o *finetuneOptions) whole(c *cobra.Command, m *llm.Model, f *hf.Folder, tokens []int) (*llm.Model, error) {
 	if m.BaseType() == cpuops.Float32 {
 		return m, nil
@@ -86,8 +85,8 @@ func (o *finetuneOptions) whole(c *cobra.Command, m *llm.Model, f *hf.Folder, to
 	return whole, printShift(c.Context(), c.ErrOrStderr(), m, whole, tokens)
 }
 
-// printPlan prints the memory that the run needs on each of several GPUs. It returns false if the engine does not
-// know it.
+// printPlan prints the memory that the run needs on each GPU. It returns false if the engine has no memory
+// plan.
 func printPlan(w io.Writer, t *llm.Trainer, gpus int) bool {
 	p, ok := t.MemoryPlan()
 	if !ok {
@@ -107,8 +106,8 @@ func printPlan(w io.Writer, t *llm.Trainer, gpus int) bool {
 // mostShift is the maximum number of tokens that printShift uses.
 const mostShift = 64
 
-// printShift prints how much the logits for the next tokens differ between a model with a Base and the
-// same model with float32 weights.
+// printShift prints how much the logits differ between a model with compact frozen weights, m, and the same
+// model with float32 weights, whole.
 func printShift(ctx context.Context, w io.Writer, m, whole *llm.Model, tokens []int) error {
 	tokens = tokens[:min(len(tokens), mostShift, m.Config.Seq)]
 	from, err := llm.AllLogits(ctx, m, tokens)
@@ -132,8 +131,9 @@ func printShift(ctx context.Context, w io.Writer, m, whole *llm.Model, tokens []
 		}
 	}
 
-	fmt.Fprintf(w, "merged    with the float32 weights of the files, in place of the %v weights of the training: the "+
-		"logits move by %.3g on average and %.3g at most, and %d of %d next tokens stay the likeliest\n", m.BaseType(),
+	fmt.Fprintf(w, "merged    into the weights of the model's files; compared with the %v weights used in training, the "+
+		"logits differ by %.3g on average and by at most %.3g, and the likeliest next token is the same at %d of %d "+
+		"positions\n", m.BaseType(),
 		sum/float64(len(x)), most, same, len(tokens))
 	return nil
 }

@@ -28,7 +28,7 @@ type chatOptions struct {
 
 func init() {
 	flagRules["chat"] = map[string]rule{"model": always, "adapter": always, "system": always, "n": always, "device": always, "precision": always,
-		"temperature": always, "top-k": later, "top-p": later, "seed": later, "json-schema": always, "lookup": always}
+		"temperature": always, "top-k": checkedLater, "top-p": checkedLater, "seed": checkedLater, "json-schema": always, "lookup": always}
 }
 
 func newChat() *cobra.Command { return new(chatOptions).command() }
@@ -38,7 +38,7 @@ func (o *chatOptions) command() *cobra.Command {
 		Use:   "chat --model DIR",
 		Short: "Talk to a model in the terminal",
 		Long: `Talk to a model in the terminal. Each line is a message, and the model sees the whole conversation.
-Sampling follows generation_config.json unless options say otherwise.
+Sampling follows generation_config.json unless options override it.
 
 Ctrl-C stops an answer, Ctrl-D or /exit exits, and /new starts a new conversation. In a terminal, the arrow
 keys edit a message and recall earlier ones, and a pasted message can have several lines. If the model has

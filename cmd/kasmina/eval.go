@@ -20,9 +20,9 @@ import (
 const maxText = 1 << 30
 
 func init() {
-	flagRules["eval"] = map[string]rule{"model": always, "adapter": always, "data": notWith("tasks", "[]", "which measures with the questions of files"),
-		"seq": always, "device": always, "precision": always, "tasks": always, "few-shot": ofTasks,
-		"examples": ofTasks, "chat": ofTasks, "limit": ofTasks, "answer-tokens": ofTasks, "out": ofTasks}
+	flagRules["eval"] = map[string]rule{"model": always, "adapter": always, "data": notWith("tasks", "[]", "which replaces the text by tasks"),
+		"seq": always, "device": always, "precision": always, "tasks": always, "few-shot": tasksOnly,
+		"examples": tasksOnly, "chat": tasksOnly, "limit": tasksOnly, "answer-tokens": tasksOnly, "out": tasksOnly}
 }
 
 func newEval() *cobra.Command {
@@ -30,8 +30,8 @@ func newEval() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "eval --model DIR (--data FILE | --tasks FILE[=FORMAT],...)",
 		Short: "Measure a model on a text or with tasks",
-		Long: `Measure the loss of a model on a text, a file or all text files of a folder, or measure how well
-it solves tasks.
+		Long: `Measure the loss of a model on a text, which is a file or all text files of a folder, or measure how
+well the model solves tasks.
 
 The tokens of the text are cut into windows of --seq tokens that do not overlap, and all but the first
 token of each window are scored. If the tokenizer adds a start-of-text token, the first window
@@ -40,10 +40,10 @@ starts with it.
 The last line of output is a JSON object with loss (nats per token), tokens (the number of scored
 tokens) and bpb (bits per byte of the text that the scored tokens stand for).
 
-With --tasks, the files have questions in the formats of HellaSwag, ARC, PIQA, WinoGrande, BoolQ, MMLU,
-GSM8K, LAMBADA, WikiText, or running text (perplexity), or are the folder of nanochat's CORE bundle. The
-measures are those of lm-evaluation-harness. The command prints a table, and the last line of output is
-a JSON object with the results.`,
+With --tasks, the command reads files with questions in the formats of HellaSwag, ARC, PIQA, WinoGrande,
+BoolQ, MMLU, GSM8K, LAMBADA or WikiText, files with running text (format perplexity), or the folder of
+nanochat's CORE bundle. The metrics are the same as in lm-evaluation-harness. The command prints a table,
+and the last line of output is a JSON object with the results.`,
 		Args:              noArguments,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE: func(c *cobra.Command, args []string) error {
@@ -170,8 +170,7 @@ func (o *common) window(stderr io.Writer, c llm.Config) error {
 		return fmt.Errorf("--seq is %d, want at least 2: the first token of a window is not scored",
 			o.seq)
 	case o.seq > c.Seq:
-		fmt.Fprintf(stderr, "--seq is %d, but the model is meant for at most %d positions\n", o.seq,
-			c.Seq)
+		fmt.Fprintf(stderr, "note      --seq is %d, but the model is meant for at most %d positions\n", o.seq, c.Seq)
 	}
 
 	return nil

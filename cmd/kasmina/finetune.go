@@ -43,11 +43,11 @@ const (
 // seedKind is the kind of the seeds of --method seeds.
 const seedKind = blueprints.LowRank
 
-// fullRate is the default learning rate of tuning the weights themselves. Adapters learn best at about
-// ten times that, whatever their rank.
+// fullRate is the default learning rate if the weights themselves learn. Adapters learn best at about ten times
+// this rate, whatever their rank.
 const fullRate = 2e-5
 
-// preferenceRate is the default learning rate of tuning the weights with preference pairs.
+// preferenceRate is the default learning rate if the weights themselves learn from preference pairs.
 const preferenceRate = 1e-6
 
 // warmupShare is the share of a run during which the learning rate rises.
@@ -71,7 +71,7 @@ type finetuneOptions struct {
 	retentionOptions
 
 	epochs    int
-	short     bool // the examples are so few that --epochs takes fewer than fewSteps steps
+	short     bool // with so few examples, --epochs takes fewer than fewSteps steps
 	heldShare float64
 	prompts   []string
 
@@ -79,14 +79,14 @@ type finetuneOptions struct {
 }
 
 func init() {
-	flagRules["finetune"] = map[string]rule{"model": always, "data": always, "out": always, "method": always, "rank": ofRanks,
-		"alpha": ofAdapters, "dropout": ofAdapters, "targets": ofAdapters, "merge": ofAdapters, "base": always,
-		"blocks": ofLastBlocks, "steps": always, "epochs": notWith("steps", "0", "which sets the length of the run"),
+	flagRules["finetune"] = map[string]rule{"model": always, "data": always, "out": always, "method": always, "rank": ranksOnly,
+		"alpha": adaptersOnly, "dropout": adaptersOnly, "targets": adaptersOnly, "merge": adaptersOnly, "base": always,
+		"blocks": lastBlocksOnly, "steps": always, "epochs": notWith("steps", "0", "which sets the length of the run"),
 		"batch": always, "accumulate": always, "seq": always, "lr": always, "held-out": always, "prompt": always,
-		"beta": later, "preference-loss": later, "label-smoothing": later,
-		"keep": later, "forget": onlyWith("keep", "", "the text to --keep"), "grow-rank": growsRanks,
-		"recompute": always, "recompute-mlps": partly, "save-every": always, "eval-every": always, "seed": always, "resume": always,
-		"board": always, "quiet": always, "gpus": later, "device": always, "precision": always}
+		"beta": checkedLater, "preference-loss": checkedLater, "label-smoothing": checkedLater,
+		"keep": checkedLater, "forget": onlyWith("keep", "", "add --keep and a text"), "grow-rank": needsLoRA,
+		"recompute": always, "recompute-mlps": notRecompute, "save-every": always, "eval-every": always, "seed": always, "resume": always,
+		"board": always, "quiet": always, "gpus": checkedLater, "device": always, "precision": always}
 }
 
 func newFinetune() *cobra.Command {
@@ -95,33 +95,33 @@ func newFinetune() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "finetune --model DIR --data FILE --out NEW",
 		Short: "Teach a model your own chats or texts",
-		Long: `Fine-tune a model on chats, prompts with their completions, or texts: JSON Lines, as described in
-"kasmina data check --help". Lines that cannot be used stop the command before it trains, with their
-line numbers.
+		Long: `Fine-tune a model on chats, prompts with completions, texts, or preference pairs. The data is a file of
+JSON Lines, as described in "kasmina data check --help". If some lines cannot be used, the command lists
+them and stops before it trains.
 
   method   what learns
-  lora     low-rank adapters of the linear layers, while the model stays as it is
-  rslora   the same with a scale that suits high ranks
-  dora     the same with magnitudes of their own, which is often better and takes more time
+  lora     low-rank adapters of the linear layers, next to the frozen model
+  rslora   the same with the scale alpha/√rank, for high ranks
+  dora     the same with a learned magnitude for each output; often better, but slower
   full     all weights
-  last     the weights of the last blocks: --blocks 4
-  seeds    low-rank seeds in the stream after each block, next to which the model stays as it is
+  last     the weights of the last --blocks blocks
+  seeds    a low-rank seed in the residual stream after each block, next to the frozen model
 
-The model learns the assistant's words and the token that ends each turn, or of a prompt with its
-completion the completion. Everything else is context. Short examples share a sequence, and attention
-does not reach from one into another.
+From a chat, the model learns the assistant's words and the token that ends each of the assistant's turns.
+From a prompt with a completion, it learns only the completion. Everything else is context. Short examples
+share a sequence, and attention does not cross the boundaries between them.
 
-From preference pairs, the model learns to prefer the chosen answer to the rejected one (DPO). What it
-would have answered before training is computed once, before the first step.
+From preference pairs, the model learns to prefer the chosen answer to the rejected one (DPO). For that,
+the probabilities of the answers before training are computed once, before the first step.
 
 The folder --out receives the adapters in the format of PEFT, or the seeds, with the tokenizer and the
 chat template. With --merge, or with --method full or last, it receives the whole model in the format of
-transformers. Its subfolder run holds the last checkpoint and the log. If a run was interrupted or killed,
-the same command continues it, and the result is bit-identical to that of an uninterrupted run.
+transformers. Its subfolder run contains the last checkpoint and the log. If a run was interrupted or
+killed, the same command continues it, and the result is bit-identical to that of an uninterrupted run.
 
 The last line of output is a JSON object with steps, tokens_per_s, train_loss, val_loss, trained_params,
-peak_gib and out, for preference pairs reward_margin and reward_accuracy, and with --keep keep_loss,
-keep_rise and rollbacks.`,
+peak_gib and out. For preference pairs, it also has reward_margin and reward_accuracy, and with --keep, it
+has keep_loss, keep_rise and rollbacks.`,
 		Example: `  kasmina finetune -m Llama-3.2-1B-Instruct -d chat.jsonl -o tuned
   kasmina finetune -m Llama-3.2-1B-Instruct -d chat.jsonl -o merged --merge --epochs 1
   kasmina finetune -m Llama-3.2-1B-Instruct -d chat.jsonl -o last --method last --blocks 4
@@ -145,25 +145,25 @@ keep_rise and rollbacks.`,
 		"q_proj,v_proj or layers.[0-3].*; embed_tokens and lm_head must be named")
 	f.IntVar(&o.blocks, "blocks", 0, "number of blocks that learn with --method last")
 	o.retentionOptions.flags(c)
-	f.BoolVar(&o.merge, "merge", false, "merge the adapters into the model and save that")
+	f.BoolVar(&o.merge, "merge", false, "merge the adapters into the model, and save the merged model")
 	o.baseFlag(c)
 	f.IntVarP(&o.train.Steps, "steps", "n", 0, "number of optimizer steps (default: as many as --epochs take)")
 	f.IntVar(&o.epochs, "epochs", 0, "number of passes over the data (default: 3, or 1 for preference pairs)")
 	f.IntVarP(&o.train.Batch, "batch", "b", 2, "sequences per batch")
 	f.IntVar(&o.train.Accumulate, "accumulate", 4, "batches per step")
-	f.IntVar(&o.seq, "seq", 0, "tokens per sequence (default: as the longest example needs, at least 256 if the "+
-		"model allows that)")
+	f.IntVar(&o.seq, "seq", 0, "tokens per sequence (default: as many as the longest example has, but at least 256 if "+
+		"the model allows that)")
 	f.Float64Var(&o.lr, "lr", 0, "peak learning rate (default: 2e-4 for adapters, 2e-5 for weights; for preference "+
 		"pairs 1e-5 and 1e-6)")
 	f.StringVar((*string)(&o.preference.Kind), "preference-loss", string(op.PreferenceSigmoid),
 		"loss of preference pairs: sigmoid (DPO), hinge, ipo or robust")
-	f.Float64Var(&o.preference.Beta, "beta", 0.1, "strength with which preference pairs keep the model close to "+
-		"what it was")
-	f.Float64Var(&o.preference.Smoothing, "label-smoothing", 0, "share of the preference pairs whose answers are "+
-		"assumed to be in the wrong order")
-	f.Float64Var(&o.heldShare, "held-out", 0.05, "share of the examples to evaluate on instead of learning them")
-	f.StringArrayVarP(&o.prompts, "prompt", "p", nil, "`text` to answer after each evaluation; may be repeated "+
-		"(default: that of a held-out example)")
+	f.Float64Var(&o.preference.Beta, "beta", 0.1, "how strongly the loss of preference pairs keeps the model close to the "+
+		"one before training")
+	f.Float64Var(&o.preference.Smoothing, "label-smoothing", 0, "share of the preference pairs that are assumed to "+
+		"have their answers in the wrong order")
+	f.Float64Var(&o.heldShare, "held-out", 0.05, "share of the examples that is held out for evaluation")
+	f.StringArrayVarP(&o.prompts, "prompt", "p", nil, "prompt `text` to answer after each evaluation; may be repeated "+
+		"(default: the prompt of a held-out example)")
 	f.BoolVar(&o.train.Recompute, "recompute", false,
 		"save memory by recomputing the blocks in the backward pass")
 	f.IntVar(&o.train.RecomputeMLPs, "recompute-mlps", 0, "save some memory by recomputing only the MLPs, in this "+
@@ -171,11 +171,11 @@ keep_rise and rollbacks.`,
 	f.IntVar(&o.saveEvery, "save-every", 100, "steps between checkpoints; 0 saves only after the last step")
 	f.IntVar(&o.evalEvery, "eval-every", 50, "steps between evaluations; 0 evaluates only after the last step")
 	f.Uint64VarP(&o.seed, "seed", "s", 1, "random seed for the data order and the adapters")
-	f.BoolVar(&o.resume, "resume", false, "continue the run in --out even if its options were different")
+	f.BoolVar(&o.resume, "resume", false, "continue the run in --out, with its own options except for those given")
 	f.StringVar(&o.board, "board", "", "show the run in a browser at this `address`, such as 127.0.0.1:6060")
 	f.BoolVarP(&o.quiet, "quiet", "q", false, "show no progress")
 	f.IntVar(&o.gpus, "gpus", 0, "number of GPUs of this computer to train on, or of processes with --device "+
-		"cpu; they share the batches of a step (--accumulate)")
+		"cpu; they divide the batches of a step (--accumulate) among them")
 	o.machineFlags(c)
 	completeFlag(c, "preference-loss", "sigmoid", "hinge", "ipo", "robust")
 	completeFlag(c, "method", methodLoRA, methodRSLoRA, methodDoRA, methodSeeds, methodFull, methodLast)
@@ -183,12 +183,12 @@ keep_rise and rollbacks.`,
 	return c
 }
 
-// adapts reports whether adapters learn, instead of the weights.
+// adapts reports whether low-rank adapters learn instead of the weights.
 func (o *finetuneOptions) adapts() bool {
 	return o.method == methodLoRA || o.method == methodRSLoRA || o.method == methodDoRA
 }
 
-// adds reports whether parameters next to the model learn: those of adapters or seeds.
+// adds reports whether the run adds parameters that learn, adapters or seeds, to a frozen model.
 func (o *finetuneOptions) adds() bool { return o.adapts() || o.method == methodSeeds }
 
 // checkValues returns an error for values that make no sense, before anything is read.
@@ -385,7 +385,7 @@ func (o *finetuneOptions) report(ctx context.Context, e *chatdata.Encoder) (*cha
 	return report, nil
 }
 
-// summaryOf lists problems, one to a line, but repeats none that several lines of the file share.
+// summaryOf lists problems, one per line. A problem that occurs on several lines of the file is listed once.
 func summaryOf(problems []*chatdata.Problem) string {
 	const listed = 10
 	repeated := map[string]int{}
@@ -759,8 +759,8 @@ func (o *finetuneOptions) print(w io.Writer, t *llm.Trainer, l *chatdata.Loader,
 		fmt.Fprintf(w, "keep      the loss on %d tokens of %s may rise by %v nats per token\n", old.Tokens(), o.keep, o.forget)
 	}
 	if d.prefers {
-		fmt.Fprintf(w, "pairs     loss %s with beta %v and label smoothing %v; what the model answers now is computed "+
-			"once, before the first step\n", o.preference.Kind, o.preference.Beta, o.preference.Smoothing)
+		fmt.Fprintf(w, "pairs     loss %s with beta %v and label smoothing %v; the log-probabilities before training "+
+			"are computed once, before the first step\n", o.preference.Kind, o.preference.Beta, o.preference.Smoothing)
 	}
 	fmt.Fprintf(w, "settings  adamw without weight decay, learning rate %.3g (%s of warmup, then linear to 0), "+
 		"gradients clipped to a norm of %v, %s of %s, seed %d\n", o.lr, plural(o.warmupSteps(), "step"), o.train.Clip,
@@ -822,7 +822,7 @@ func (o *finetuneOptions) makeSteps(c *cobra.Command, t *llm.Trainer, on machine
 	last := t.Last()
 	result = tuned{Steps: last.Step, TrainLoss: last.Loss, TrainedParams: last.Params, PeakGiB: o.peak(on), Out: o.out}
 	if seconds := time.Since(began).Seconds(); seconds > 0 {
-		// Rows of padding do not count.
+		// Padding does not count.
 		result.TokensPerS = float64(last.RunTokens) * fullness(l, d.learn) / seconds
 	}
 	result.addRetention(last.Retention)
@@ -841,7 +841,7 @@ func (o *finetuneOptions) makeSteps(c *cobra.Command, t *llm.Trainer, on machine
 	return result, err
 }
 
-// fullness returns the share of the rows that sequences take up.
+// fullness returns the share of tokens in the loader's rows that are not padding.
 func fullness(l *chatdata.Loader, all []chatdata.Sequence) float64 {
 	tokens := 0
 	for _, s := range all {
@@ -975,7 +975,8 @@ func (o *finetuneOptions) printNextSteps(w io.Writer, chats bool) {
 	fmt.Fprintf(w, "next      %s\n", try)
 }
 
-// peak returns the most memory in GiB that the run has taken: of the GPU, or else of the process.
+// peak returns the peak memory of the run in GiB: the memory in use on the GPU or, without a GPU, that of the
+// process.
 func (o *finetuneOptions) peak(on machines) float64 {
 	bytes := peakMemory()
 	if on.device != nil {

@@ -9,78 +9,79 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// A rule decides whether a given flag has an effect in combination with the other flags. It returns "" if
-// it has, and otherwise the reason why not.
+// A rule checks whether a flag that is given has an effect in combination with the other flags. If not, it
+// returns the reason and what to do about it, which follow the name of the flag in an error message.
 type rule func(f *pflag.FlagSet) string
 
 // always is the rule of flags that always have an effect.
 func always(*pflag.FlagSet) string { return "" }
 
-// later is the rule of flags with an effect that depends on more than the flags, such as the model. The
-// command itself may refuse them later.
-func later(*pflag.FlagSet) string { return "" }
+// checkedLater is the rule of flags whose effect depends on more than the other flags, such as the model or the
+// device. The command checks them when it knows enough.
+func checkedLater(*pflag.FlagSet) string { return "" }
 
-// flagRules contains a rule for every flag of every command, so that no flag without effect is accepted
-// silently. The file of each command adds its own.
+// flagRules contains the rules of all flags, by command and flag, so that a flag without effect is never
+// accepted silently. The file of each command adds its own rules.
 var flagRules = map[string]map[string]rule{}
 
-// ofNew is the rule of flags that describe a new model.
-func ofNew(f *pflag.FlagSet) string {
+// newModelOnly is the rule of flags that describe a new model.
+func newModelOnly(f *pflag.FlagSet) string {
 	return notWith("model", "", "whose architecture and tokenizer stay as they are")(f)
 }
 
-// growsRanks is the rule of --grow-rank.
-func growsRanks(f *pflag.FlagSet) string {
+// needsLoRA is the rule of --grow-rank.
+func needsLoRA(f *pflag.FlagSet) string {
 	if method := f.Lookup("method").Value.String(); method != methodLoRA && method != methodRSLoRA {
-		return "has no effect without --method lora or rslora: want one of these too"
+		return "has no effect without --method lora or rslora: use one of these methods"
 	}
 	return ""
 }
 
-// partly is the rule of --recompute-mlps.
-func partly(f *pflag.FlagSet) string {
+// notRecompute is the rule of --recompute-mlps.
+func notRecompute(f *pflag.FlagSet) string {
 	return notWith("recompute", "false", "which recomputes whole blocks")(f)
 }
 
-// ofAdapters is the rule of flags that describe adapters.
-func ofAdapters(f *pflag.FlagSet) string {
+// adaptersOnly is the rule of flags that describe adapters.
+func adaptersOnly(f *pflag.FlagSet) string {
 	if why := notWithValue(f, "method", methodSeeds, "which has no adapters"); why != "" {
 		return why
 	}
-	return ofRanks(f)
+	return ranksOnly(f)
 }
 
-// ofRanks is the rule of --rank.
-func ofRanks(f *pflag.FlagSet) string {
+// ranksOnly is the rule of --rank.
+func ranksOnly(f *pflag.FlagSet) string {
 	if why := notWithValue(f, "method", methodFull, "which has no adapters"); why != "" {
 		return why
 	}
 	return notWithValue(f, "method", methodLast, "which has no adapters")
 }
 
-// ofLastBlocks is the rule of --blocks.
-func ofLastBlocks(f *pflag.FlagSet) string {
+// lastBlocksOnly is the rule of --blocks.
+func lastBlocksOnly(f *pflag.FlagSet) string {
 	if f.Lookup("method").Value.String() == methodLast {
 		return ""
 	}
-	return "has no effect without --method last: want that too"
+	return "has no effect without --method last: add that"
 }
 
-// ofTasks is the rule of the flags of eval that have an effect only with tasks.
-func ofTasks(f *pflag.FlagSet) string { return onlyWith("tasks", "[]", "--tasks")(f) }
+// tasksOnly is the rule of the flags of eval that have an effect only with tasks.
+func tasksOnly(f *pflag.FlagSet) string { return onlyWith("tasks", "[]", "add --tasks")(f) }
 
-// onlyWith returns the rule of a flag that has an effect only if another flag differs from the value
-// none.
-func onlyWith(other, none, what string) rule {
+// onlyWith returns the rule of a flag that has an effect only together with another flag, whose value is none if
+// it is not given. The advice tells the user what to do.
+func onlyWith(other, none, advice string) rule {
 	return func(f *pflag.FlagSet) string {
 		if f.Lookup(other).Value.String() != none {
 			return ""
 		}
-		return fmt.Sprintf("has no effect without --%s: want %s too", other, what)
+		return fmt.Sprintf("has no effect without --%s: %s", other, advice)
 	}
 }
 
-// notWith returns the rule of a flag that has no effect if another flag differs from the value none.
+// notWith returns the rule of a flag that has no effect together with another flag, whose value is none if it
+// is not given. The reason why is a clause about the other flag.
 func notWith(other, none, why string) rule {
 	return func(f *pflag.FlagSet) string {
 		if f.Lookup(other).Value.String() == none {
@@ -90,8 +91,8 @@ func notWith(other, none, why string) rule {
 	}
 }
 
-// evaluates is the rule of --keep-best, which needs evaluations.
-func evaluates(f *pflag.FlagSet) string {
+// needsEvaluations is the rule of --keep-best, which needs evaluations.
+func needsEvaluations(f *pflag.FlagSet) string {
 	return notWithValue(f, "eval-every", "0", "which evaluates the last model only")
 }
 
@@ -103,13 +104,12 @@ func notWithValue(f *pflag.FlagSet, other, value, why string) string {
 	return fmt.Sprintf("has no effect with --%s %s, %s: leave one of them out", other, value, why)
 }
 
-// directed is the rule of --directed. Adapters that grow always start along the gradients.
-func directed(f *pflag.FlagSet) string {
+// directedRule is the rule of --directed. Adapters that grow always start along the gradients.
+func directedRule(f *pflag.FlagSet) string {
 	if f.Lookup("adapters").Value.String() == "grow" {
-		return "has no effect with --adapters grow, whose adapters always follow the gradients: leave " +
-			"it out"
+		return "has no effect with --adapters grow, which always initializes adapters along the gradients: leave it out"
 	}
-	return onlyWith("adapters", "", "--adapters")(f)
+	return onlyWith("adapters", "", "add --adapters")(f)
 }
 
 // nameOf returns the name of a command, after the names of its parent commands.
@@ -166,8 +166,7 @@ func noArguments(c *cobra.Command, args []string) error {
 	return flagError(c, fmt.Errorf("unexpected argument %.40q%s", args[0], hint))
 }
 
-// isSwitch reports whether a flag is boolean. A switch that is off by default may be turned off
-// explicitly.
+// isSwitch reports whether a flag is boolean. Turning off a switch that is off by default is never an error.
 func isSwitch(f *pflag.Flag) bool { return f.Value.Type() == "bool" }
 
 // given returns the named flags that are on the command line and not turned off, in the form used there.

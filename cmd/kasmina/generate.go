@@ -33,7 +33,7 @@ type generateOptions struct {
 
 func init() {
 	flagRules["generate"] = map[string]rule{"model": always, "adapter": always, "prompt": always, "n": always, "chat": always, "device": always,
-		"precision": always, "temperature": always, "top-k": later, "top-p": later, "seed": later,
+		"precision": always, "temperature": always, "top-k": checkedLater, "top-p": checkedLater, "seed": checkedLater,
 		"json-schema": always, "lookup": always}
 }
 
@@ -45,10 +45,10 @@ func (o *generateOptions) command() *cobra.Command {
 		Short: "Continue a text",
 		Long: `Continue a text. Sampling follows generation_config.json unless options override it.
 
---model can also name the folder of adapters, which name their model.
+--model can also be a folder of adapters, if the folder contains the path of their model.
 
-Standard output receives the prompt and the generated text, token by token, and nothing else. With
---chat, it receives only the answer. The text ends after --n tokens, or at an end-of-text token.`,
+The prompt and the generated text are written to standard output, token by token, and nothing else is.
+With --chat, only the answer is written. The text ends after --n tokens, or at an end-of-text token.`,
 		Args:              noArguments,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
@@ -158,7 +158,8 @@ func (o *generateOptions) run(c *cobra.Command) error {
 	write := func(g *llm.Generator) error {
 		return o.write(c, g.Generate(c.Context(), prompt, o.n, s), tok.NewDecoder(true), prompt, shown, f.Generation.End)
 	}
-	// A batcher prepares adapters once, and not for each token.
+
+	// A batcher prepares adapters once instead of for each token.
 	if f.adapter() != nil || o.lookup > 0 {
 		g, err := o.generator(c, f, f.Config.Seq, 1)
 		if err != nil {
@@ -293,11 +294,11 @@ func (o *generateOptions) checkSampling(c *cobra.Command, s sampler.Config) erro
 		return nil
 	}
 	if len(given(c, "temperature")) > 0 {
-		fmt.Fprintf(c.ErrOrStderr(), "%s no effect at --temperature 0\n", have(unused))
+		fmt.Fprintf(c.ErrOrStderr(), "note      %s no effect at --temperature 0\n", have(unused))
 		return nil
 	}
 	return fmt.Errorf("%s no effect, because the model's generation_config.json does not enable "+
-		"sampling: give a --temperature above 0 too", have(unused))
+		"sampling: add a --temperature above 0", have(unused))
 }
 
 // message renders the prompt with the chat template of a folder.

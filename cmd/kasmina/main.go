@@ -11,7 +11,7 @@
 //	kasmina convert --model DIR --out NEW --precision bf16 # converts the weights to another type
 //	kasmina board runs/*                                   # compares runs in a browser
 //	kasmina report runs/one                                # writes a run as an HTML page
-//	kasmina data check chat.jsonl --model DIR              # shows chat data as the model sees it
+//	kasmina data check chat.jsonl --model DIR              # shows chat data as the model will see it
 //	kasmina completion bash                                # prints a completion script for the shell
 //	kasmina version                                        # prints the version
 //
@@ -42,7 +42,7 @@ func main() {
 	manage(root, os.Args[1:], stderr)
 
 	c, err := root.ExecuteC()
-	silent := errors.As(err, new(launch.Interruption)) && !saves(c)    // nothing is lost
+	silent := errors.As(err, new(launch.Interruption)) && !saves(c)    // an interrupt loses nothing
 	if err != nil && strings.HasPrefix(err.Error(), "required flag") { // by cobra
 		err = flagError(c, err)
 	}
@@ -86,8 +86,8 @@ func manage(c *cobra.Command, args []string, stderr io.Writer) {
 	}
 }
 
-// unlabeled writes lines without the label of the process that they come from. Only rank 0 writes to
-// standard output, which other programs may read.
+// unlabeled removes the label of the process from each line. Only rank 0 writes to standard output, which other
+// programs may read.
 type unlabeled struct{ io.Writer }
 
 // label matches the prefix that package launch adds to a line.

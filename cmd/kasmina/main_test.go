@@ -295,7 +295,7 @@ func TestTrainAdapters(t *testing.T) {
 		"--adapters all --rank 0":  "--rank is 0",
 		"--adapters all --rank 99": "--rank is 99",
 		"--adapters all --grow 2":  "want one of them",
-		"--directed":               "want --adapters too",
+		"--directed":               "add --adapters",
 		"--time -1s":               "--time is -1s",
 		"--save-every -1":          "--save-every is -1",
 		"--eval-every -1":          "--eval-every is -1, want at least 0",

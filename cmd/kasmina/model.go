@@ -145,18 +145,19 @@ func (v vocabulary) check(ids []int) error {
 }
 
 // inference loads a model for sequences of seq tokens and shows a progress bar. If device is nil, the model
-// computes on the CPU. Otherwise its weights are read directly to the device. If an adapter is given, the
-// model has it.
+// computes on the CPU. Otherwise its weights are read directly to the device. If adapter is not nil, it becomes
+// part of the model.
 func (o *common) inference(ctx context.Context, f *openedModel, adapter *llm.Adapter, seq int,
 	device *cudaops.Device, p cudaops.Precision, stderr io.Writer) (*llm.Inference, error) {
 	return o.adaptedInference(ctx, f, adapter, nil, seq, device, p, stderr)
 }
 
-// adaptedInference is inference with further adapters on a device, among which texts choose.
+// adaptedInference is like inference, but also loads adapters on the device among which texts can choose.
 func (o *common) adaptedInference(ctx context.Context, f *openedModel, adapter *llm.Adapter, chosen []*llm.Adapter,
 	seq int, device *cudaops.Device, p cudaops.Precision, stderr io.Writer) (*llm.Inference, error) {
 	at, erase := bar(stderr, "loading", true)
 	defer erase()
+
 	config := f.Config
 	config.Seq = seq
 	w := newCounted(f.Folder, at)
@@ -167,6 +168,7 @@ func (o *common) adaptedInference(ctx context.Context, f *openedModel, adapter *
 	if adapter != nil {
 		config.Adapter, w.adapter = adapter.LoRA, adapter
 	}
+
 	if device != nil {
 		var opts []cudaops.MachineOption
 		if t, packed := o.packedType(); packed {

@@ -34,16 +34,17 @@ type openedModel struct {
 	*hf.Folder
 	dirs     []string // of the adapters
 	adapters []*llm.Adapter
-	adapted  bool // --model names adapters, and not the model
-	alone    bool // the model is used only with its adapter, if it has one
+	adapted  bool // --model is a folder of adapters
+	alone    bool // all texts use the adapter, if there is one
 }
 
-// merges reports whether the adapter becomes part of the model, because texts cannot choose it.
+// merges reports whether the adapter must be made part of the model, because it changes layers for which texts
+// cannot choose an adapter.
 func (m *openedModel) merges() bool {
 	return m.alone && len(m.adapters) == 1 && m.adapters[0].ChangesOuterLayers()
 }
 
-// seeded reports whether the model is used only with its adapter, which has chunk seeds.
+// seeded reports whether all texts use an adapter that has chunk seeds.
 func (m *openedModel) seeded() bool {
 	return m.alone && len(m.adapters) == 1 && len(m.adapters[0].Seeds) > 0
 }
@@ -108,7 +109,8 @@ func (m *openedModel) checkNames() error {
 	return nil
 }
 
-// openModel opens --model and reads the adapters. --model may also name adapters, which name their model.
+// openModel opens --model and reads the adapters. If --model is a folder of adapters, openModel opens the model
+// that the adapters were made for.
 func (o *common) openModel(ctx context.Context) (m *openedModel, err error) {
 	m = &openedModel{dirs: o.adapters}
 	model := o.model

@@ -61,8 +61,8 @@ func (l *learning) flags(c *cobra.Command) {
 	completeFlag(c, "schedule", scheduleNames...)
 }
 
-// decays is the rule of --weight-decay.
-func decays(f *pflag.FlagSet) string {
+// notAdapters is the rule of --weight-decay.
+func notAdapters(f *pflag.FlagSet) string {
 	return notWith("adapters", "", "because adapters do not decay")(f)
 }
 

@@ -7,7 +7,7 @@ import (
 	"syscall"
 )
 
-// peakMemory returns the most bytes of memory that the process has had, or 0 if nobody knows.
+// peakMemory returns the peak resident memory of the process in bytes, or 0 if it is unknown.
 func peakMemory() uint64 {
 	var use syscall.Rusage
 	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &use); err != nil {

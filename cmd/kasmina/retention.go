@@ -43,12 +43,13 @@ type retentionOptions struct {
 
 func (r *retentionOptions) flags(c *cobra.Command) {
 	f := c.Flags()
-	f.StringVar(&r.keep, "keep", "", "`file` of text or JSON Lines of the kind that the model must not forget, or self "+
-		"for text that the model generates before it is tuned")
-	f.Float64Var(&r.forget, "forget", 0.02, "largest rise of the loss on the text of --keep, in nats per token; the run "+
-		"rolls back to the last evaluation within it")
-	f.BoolVar(&r.growRank, "grow-rank", false, "grow the ranks of adapters where they gain most, or with --keep where "+
-		"they gain most for what they make the model forget, up to as many parameters as --rank gives")
+	f.StringVar(&r.keep, "keep", "", "`file` with text or JSON Lines of the kind that the model must not forget, or self "+
+		"for text that the model generates before training")
+	f.Float64Var(&r.forget, "forget", 0.02, "maximum rise of the loss on the text of --keep, in nats per token; if it is "+
+		"exceeded, the run returns to the last evaluation within it")
+	f.BoolVar(&r.growRank, "grow-rank", false, "grow the ranks of the adapters during training where they lower the loss most, "+
+		"or with --keep, where they lower it most relative to what the model forgets; there are at most as many "+
+		"parameters as with --rank on all layers")
 }
 
 // errGrowRankProcesses is the error of --grow-rank with several processes.
@@ -186,7 +187,7 @@ func (o *finetuneOptions) cut(s chatdata.Sequence) (parts []chatdata.Sequence) {
 		to := min(len(s.IDs), from+o.seq+1)
 		p := chatdata.Sequence{File: s.File, Line: s.Line, IDs: s.IDs[from:to], Learn: append([]bool(nil),
 			s.Learn[from:to]...)}
-		p.Learn[0] = false // it has no tokens before it
+		p.Learn[0] = false // nothing precedes the first token of a part
 		if p.Learned() > 0 {
 			parts = append(parts, p)
 		}
@@ -220,7 +221,7 @@ func (o *finetuneOptions) generate(c *cobra.Command, s stage, m *llm.Model, d *t
 		return err
 	}
 	if !o.quiet {
-		fmt.Fprintf(c.ErrOrStderr(), "keep      the model writes %d tokens of text, which it must not forget\n",
+		fmt.Fprintf(c.ErrOrStderr(), "keep      the model generates %d tokens of text that it must not forget\n",
 			generatedTokens)
 	}
 

@@ -38,13 +38,13 @@ func (o *serveOptions) command() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "serve --model DIR",
 		Short: "Serve a model over the APIs of OpenAI and Anthropic, with a chat page",
-		Long: `Serve a model over the APIs of OpenAI and Anthropic, with a chat page for the browser. The model has
-the name of its folder or GGUF file.
+		Long: `Serve a model over the APIs of OpenAI and Anthropic, with a chat page for the browser. The model is
+named after its folder or GGUF file.
 
-Each --adapter is offered as another model, named after its folder. A request chooses a model by its name,
-and the adapters share the memory of the model.
+Each --adapter is offered as another model, named after its folder. A request chooses a model by its name.
+The weights of the model are in memory only once.
 
-Concurrent requests are generated in one batch, so the weights are read once per token for all of them.
+Concurrent requests are computed in one batch, so the weights are read once per token for all of them.
 
 Ctrl-C finishes the answers in progress and exits. Pressing it again exits at once.`,
 		Example: "  kasmina serve --model tuned --api-key secret\n" +
@@ -189,7 +189,7 @@ func (o *serveOptions) models(f *openedModel, g generator, tokens int) ([]*serve
 	return models, nil
 }
 
-// introduce prints where the model is served, and a command that tries it.
+// introduce prints where the model is served, and a command to try.
 func (o *serveOptions) introduce(c *cobra.Command, addr string, models []*serve.Model) {
 	m := models[0]
 	host, port, _ := net.SplitHostPort(addr)
@@ -221,15 +221,15 @@ func (o *serveOptions) introduce(c *cobra.Command, addr string, models []*serve.
 	}
 }
 
-// A generator continues texts on any device. If it was made for a single text, only one goroutine may use it
+// A generator continues texts on a CPU or a GPU. If it was created for a single text, only one goroutine may use it
 // at a time.
 type generator struct {
 	*llm.Generator
-	adapted []*llm.Generator // with each of the adapters, if there are any besides the model itself
+	adapted []*llm.Generator // one for each adapter that texts can choose
 	close   func() error
 }
 
-// first returns the generator of the first adapter, or of the model itself if there are no adapters besides it.
+// first returns the generator of the first adapter, or of the model itself if texts cannot choose adapters.
 func (g generator) first() *llm.Generator {
 	if len(g.adapted) > 0 {
 		return g.adapted[0]
@@ -237,8 +237,7 @@ func (g generator) first() *llm.Generator {
 	return g.Generator
 }
 
-// generator loads a model, and its adapters, to continue several texts of up to seq tokens at the same time, as
-// far as the device can.
+// generator loads a model and its adapters for continuing several texts of up to seq tokens at the same time.
 func (o *common) generator(c *cobra.Command, f *openedModel, seq, texts int) (generator, error) {
 	device, precision, err := o.openInference(c.ErrOrStderr())
 	if err != nil {

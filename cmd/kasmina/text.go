@@ -26,8 +26,7 @@ func (o *textOptions) flags(c *cobra.Command, path *string) {
 	f.Int64Var(&o.heldOut, "held-out", 256<<10, "bytes of held-out text to evaluate on")
 	f.StringVar(&o.cache, "cache", "", "`directory` for the encoded text of a new model, for later "+
 		"runs (default: in the user's cache directory)")
-	f.BoolVar(&o.documents, "documents", false, "keep the attention of a new model within each file of "+
-		"the text")
+	f.BoolVar(&o.documents, "documents", false, "do not let the attention of a new model cross the boundaries between files")
 }
 
 // cacheFolder returns the default of --cache.

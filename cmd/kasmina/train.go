@@ -52,28 +52,28 @@ type trainOptions struct {
 }
 
 func init() {
-	flagRules["train"] = map[string]rule{"model": always, "preset": ofNew, "layers": ofNew, "dim": ofNew, "heads": ofNew,
-		"kv-heads": ofNew, "ff": ofNew, "untied": ofNew, "vocab": ofNew, "tokenizer": ofNew,
-		"documents": ofNew, "cache": ofNew, "max-bytes": always, "held-out": always,
-		"grad-precision": later, "tune": later, "profile": later,
+	flagRules["train"] = map[string]rule{"model": always, "preset": newModelOnly, "layers": newModelOnly, "dim": newModelOnly, "heads": newModelOnly,
+		"kv-heads": newModelOnly, "ff": newModelOnly, "untied": newModelOnly, "vocab": newModelOnly, "tokenizer": newModelOnly,
+		"documents": newModelOnly, "cache": newModelOnly, "max-bytes": always, "held-out": always,
+		"grad-precision": checkedLater, "tune": checkedLater, "profile": checkedLater,
 		"monitor": notWith("gpus", "0", "which starts several processes"),
 		"data":    always, "out": always, "batch": always, "accumulate": always,
 		"seq": always, "lr": always, "grow": always,
-		"adapters": onlyWith("model", "", "the --model that they adapt"), "time": always,
-		"recompute": always, "recompute-mlps": partly, "save-every": always, "eval-every": always, "seed": always,
+		"adapters": onlyWith("model", "", "add the --model that they adapt"), "time": always,
+		"recompute": always, "recompute-mlps": notRecompute, "save-every": always, "eval-every": always, "seed": always,
 		"resume": always, "board": always, "tensorboard": always, "quiet": always, "device": always,
 		"precision": always,
 		"optimizer": always, "schedule": always, "warmup": always, "clip": always,
-		"gguf":          onlyWith("model", "", "--model, or kasmina convert after the run,"),
-		"weight-decay":  decays,
-		"keep-best":     evaluates,
-		"gpus":          later,
+		"gguf":          onlyWith("model", "", "use kasmina convert after the run"),
+		"weight-decay":  notAdapters,
+		"keep-best":     needsEvaluations,
+		"gpus":          checkedLater,
 		"steps":         notWith("time", "0s", "the time ends the run"),
-		"directed":      directed,
-		"rank":          onlyWith("adapters", "", "--adapters"),
-		"board-control": onlyWith("board", "", "an address with --board"),
-		"deadline":      later,
-		"save-parts":    later}
+		"directed":      directedRule,
+		"rank":          onlyWith("adapters", "", "add --adapters"),
+		"board-control": onlyWith("board", "", "add --board and an address"),
+		"deadline":      checkedLater,
+		"save-parts":    checkedLater}
 }
 
 func newTrain() *cobra.Command { return newTrainOf(&trainOptions{}) }
@@ -84,9 +84,9 @@ func newTrainOf(o *trainOptions) *cobra.Command {
 		Use:   "train {--model DIR | --preset NAME | --layers N ...} --data FILE --out NEW",
 		Short: "Train a new or an existing model on a text",
 		Long: `Train all weights of a model on a file or a folder of text. Part of the text is held out for
-evaluation. With --model, the training continues from an existing model. Without it, a new model is
-trained from scratch, with the size given by --preset, or by --layers, --dim and --heads. Its tokenizer
-is trained on the same text, unless --tokenizer names one.
+evaluation. With --model, the command trains an existing model further. Without it, the command trains
+a new model from scratch, with the size given by --preset, or by --layers, --dim and --heads. It first
+trains a tokenizer on the same text, unless --tokenizer names an existing one.
 
   preset   blocks  features  tokens per sequence  tokens per step
   small         4       192                  256            2,048   for a CPU, and the default for --layers
@@ -94,21 +94,20 @@ is trained on the same text, unless --tokenizer names one.
   350M         24     1,024                1,024           16,384
   925M         16     2,048                2,048           16,384
 
-The folder --out receives the trained model, in the format of transformers. Its subfolder run holds the
-last checkpoint, with the optimizer's state, and the log.
+The folder --out receives the trained model, in the format of transformers. Its subfolder run contains
+the last checkpoint, the optimizer's state and the log.
 
 If a run was interrupted or killed, the same command continues it, and the result is bit-identical to
 that of an uninterrupted run. Once the run has finished, the command says so and does nothing.
 
-With --resume, only --out is required, and all other options keep their values unless they are given.
-So the run can continue with another learning rate, number of steps or text. More --steps also extend a
-finished run.
+With --resume, only --out is required. The run continues with its own options, except for those that are
+given, such as another learning rate, number of steps or text. More --steps also extend a finished run.
 
-With --gpus, one process per GPU takes part in the run, and the result is bit-identical to that of a single
-process. Processes started by torchrun, srun or a Kubernetes operator find each other.
+With --gpus, the run uses one process per GPU, and the result is bit-identical to that of a single process.
+If torchrun, srun or a Kubernetes operator starts the processes, they connect to each other by themselves.
 
-With --grow, the model receives more blocks during training. With --adapters, the weights are frozen,
-and LoRA adapters are trained and merged into the weights at the end.`,
+With --grow, the model receives more blocks during training if that is expected to pay off. With --adapters,
+the weights are frozen, and LoRA adapters are trained and merged into the weights at the end.`,
 		Example: `  kasmina train -m models/tiny -d text.txt -o tuned -n 200 -b 2
   kasmina train -o tuned --resume -n 400
   kasmina train -m models/tiny -d text.txt -o adapted --adapters grow --rank 4
@@ -139,7 +138,7 @@ and LoRA adapters are trained and merged into the weights at the end.`,
 		"adamw, and a corresponding value for other optimizers)")
 	f.Float64Var(&o.train.Clip, "clip", 1, "limit of the global gradient norm; 0 means no limit")
 	o.learning.flags(c)
-	f.IntVar(&o.grow, "grow", 0, "multiply the number of blocks by up to this during training, as far as that is "+
+	f.IntVar(&o.grow, "grow", 0, "let the number of blocks grow by up to this factor during training, if that is "+
 		"expected to pay off; a new model ends with at most --layers blocks; 0 means no growth")
 	o.adapters.flags(c)
 	f.DurationVar(&o.train.Budget.Time, "time", 0, "train for this long instead of --steps, such as 90s or 2h")
@@ -154,14 +153,14 @@ and LoRA adapters are trained and merged into the weights at the end.`,
 	f.StringVar(&o.gguf, "gguf", "", "also write model.gguf for llama.cpp, with weights of this `type`: f32, f16, "+
 		"bf16 or q8_0")
 	f.Uint64VarP(&o.seed, "seed", "s", 1, "random seed for the data order, and for the weights of a new model")
-	f.BoolVar(&o.resume, "resume", false, "continue the run in --out even if its options were different")
+	f.BoolVar(&o.resume, "resume", false, "continue the run in --out, with its own options except for those given")
 	f.StringVar(&o.board, "board", "", "show the run in a browser at this `address`, such as 127.0.0.1:6060")
 	f.BoolVar(&o.control, "board-control", false,
 		"let anyone who has the token that --board prints steer the run")
 	f.BoolVar(&o.events, "tensorboard", false, "also write event files for TensorBoard, next to the log")
 	f.BoolVarP(&o.quiet, "quiet", "q", false, "show no progress")
 	f.IntVar(&o.gpus, "gpus", 0, "number of GPUs of this computer to train on, or of processes with --device "+
-		"cpu; they share the batches of a step (--accumulate)")
+		"cpu; they divide the batches of a step (--accumulate) among them")
 	f.DurationVar(&o.deadline, "deadline", parallel.Deadline, "end the run if one of several processes is "+
 		"silent, or none makes progress, for this long")
 	f.BoolVar(&o.parts, "save-parts", false, "let each of several processes write its own part of a "+
@@ -589,7 +588,7 @@ func (o *trainOptions) resumeFrom(c *cobra.Command, t *llm.Trainer, path string)
 		err := t.Resume(c.Context(), path)
 		switch {
 		case errors.Is(err, data.ErrChanged):
-			return fmt.Errorf("%w; to train on with the present text, add --resume", err)
+			return fmt.Errorf("%w; to continue with the current text, add --resume", err)
 		case errors.Is(err, llm.ErrSettings):
 			return settingsError{err}
 		}

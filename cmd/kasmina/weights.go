@@ -24,8 +24,8 @@ func (o *common) inferenceFlags(c *cobra.Command) {
 const mostLookup = 64
 
 func (o *common) lookupFlag(c *cobra.Command) {
-	c.Flags().IntVar(&o.lookup, "lookup", 0, "extend texts that repeat parts of themselves by up to this many tokens at "+
-		"once; the tokens stay the same")
+	c.Flags().IntVar(&o.lookup, "lookup", 0, "generate up to this many tokens at once where a text repeats parts of itself; "+
+		"the text stays the same; 0 turns this off")
 }
 
 // checkLookup returns an error for an impossible --lookup.
@@ -44,7 +44,7 @@ func (o *common) openInference(stderr io.Writer) (*cudaops.Device, cudaops.Preci
 		case "auto", "cpu":
 			return nil, cudaops.Float32, nil
 		case "cuda":
-			return nil, 0, errors.New("--precision q8_0 needs --device cpu; on a GPU, f8 takes as many bytes")
+			return nil, 0, errors.New("--precision q8_0 needs --device cpu; on a GPU, use f8, which takes about as much memory")
 		}
 	}
 
@@ -84,8 +84,8 @@ func (o *common) packedType() (t cpuops.WeightType, packed bool) {
 	return cpuops.Float32, false
 }
 
-// weightType returns the type of a folder's weights in the memory of a CPU. By default, weights that the files
-// have in bfloat16 or q8_0 keep their type, which changes no weight.
+// weightType returns the type in which a CPU stores the weights of a folder in memory. By default, weights that are
+// stored in bfloat16 or q8_0 in the files keep that type, so no weight changes.
 func (o *common) weightType(f *hf.Folder) cpuops.WeightType {
 	switch {
 	case o.precision == "bf16", o.precision == "" && cpuops.FastWeights() && stores(f, "BF16"):

@@ -3,9 +3,9 @@
 //
 //	go run ./examples/addnode
 //
-// Four features, two seeds. Seed 0 is dormant: its half of x passes through untouched. Seed 1 is
-// grafting a Residual blueprint, t(x) = x + a·w, at α = 0.5: its half becomes x + 0.5·a·w, and
-// weights and scale get gradients.
+// Two seeds share four features. Seed 0 is dormant, so its half of x passes through unchanged. Seed 1 grafts a
+// Residual blueprint, t(x) = x + a·w, with α = 0.5. Its half becomes x + 0.5·a·w, and its weights and scale receive
+// gradients.
 package main
 
 import (
@@ -30,7 +30,7 @@ func main() {
 
 	g := gorgonia.NewGraph()
 	x := input(g, "x", []float64{1, 2, 3, 4, 5, 6, 7, 8}, 2, 4)
-	// a row for each slot; slot 0 means none
+	// Each row holds the weights of a slot. Slot 0 is unused.
 	weights := input(g, "weights", []float64{0, 0, 10, 20}, 2, 2)
 	scales := input(g, "scales", []float64{0, 1}, 2)
 	y := must(op.Kasmina(x, weights, scales, lattice))

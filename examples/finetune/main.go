@@ -1,12 +1,12 @@
-// Command finetune trains a small base model on text and then teaches it a task: to say whether a Go
-// identifier is exported. It tunes low-rank adapters with less than a tenth of the model's parameters.
+// Command finetune trains a small base model on text and then teaches it to answer whether a Go identifier is
+// exported. It tunes low-rank adapters with less than a tenth of the model's parameters.
 //
 //	go run ./examples/finetune                          # under two minutes on two cores
 //	go run ./examples/finetune -rank 4 -method dora
 //
-// Before and after tuning, it prints the loss and the share of right answers about unseen identifiers. It
-// also prints how tuning changed the loss on the base model's text. The adapters are saved in the format
-// of PEFT. The last line is a JSON object.
+// At the end, it prints the loss and the share of correct answers about identifiers that were held out, before and
+// after tuning. It also prints how tuning changed the loss on the base model's text. The adapters are saved in the
+// format of PEFT. The last line of output is a JSON object.
 //
 // "kasmina finetune" does the same for a published model and a file of chats.
 package main
@@ -37,7 +37,7 @@ import (
 	"github.com/kasmina-go/kasmina/optim"
 )
 
-// config describes the base model: bytes, and a token that ends an answer.
+// config describes the base model. Its tokens are the 256 bytes and a token that ends an answer.
 var config = llm.Config{Vocab: 257, Dim: 128, Layers: 3, Heads: 4, Seq: 128}
 
 const (
@@ -231,14 +231,14 @@ func tune(ctx context.Context, o options, base *llm.Model, text *data.Evaluation
 	}
 
 	fmt.Fprintf(stdout, "%d of %d parameters learned\n", r.TrainedParams, r.Params)
-	fmt.Fprintf(stdout, "right answers  %3.0f%% before, %3.0f%% after tuning\n", 100*r.BaseAccuracy, 100*r.Accuracy)
-	fmt.Fprintf(stdout, "loss of them   %.3f before, %.3f after tuning\n", r.BaseLoss, r.ValLoss)
-	fmt.Fprintf(stdout, "other text     %.3f bits per byte before, %.3f after tuning\n", r.BaseBPB, r.TunedBPB)
+	fmt.Fprintf(stdout, "correct answers  %3.0f%% before, %3.0f%% after tuning\n", 100*r.BaseAccuracy, 100*r.Accuracy)
+	fmt.Fprintf(stdout, "loss on answers  %.3f before, %.3f after tuning\n", r.BaseLoss, r.ValLoss)
+	fmt.Fprintf(stdout, "other text       %.3f bits per byte before, %.3f after tuning\n", r.BaseBPB, r.TunedBPB)
 
 	return r, save(ctx, o.out, m)
 }
 
-// measure returns the loss of held-out answers, the bits per byte of text, and the share of right answers.
+// measure returns the loss on held-out answers, the bits per byte of other text, and the share of correct answers.
 func measure(ctx context.Context, t *llm.Trainer, answers, text *data.Evaluation, questions []question) (loss,
 	bitsPerByte, accuracy float64, err error) {
 	if loss, _, err = t.Evaluate(answers); err != nil {

@@ -29,7 +29,7 @@ func TestRun(t *testing.T) {
 			rank: 4, seed: 1}
 		require.NoError(t, run(t.Context(), o, &stdout))
 		lines := strings.Split(strings.TrimSpace(stdout.String()), "\n")
-		require.Contains(t, stdout.String(), "right answers")
+		require.Contains(t, stdout.String(), "correct answers")
 
 		var r result
 		require.NoError(t, json.Unmarshal([]byte(lines[len(lines)-1]), &r))

@@ -1,7 +1,7 @@
-// Command seeds trains a small language model, and a controller plants blueprints in it. The controller
-// chooses unhealthy chunks of the residual stream, as the Kasmina layers report them. It compares the
-// model with a twin that trains without the new blueprints, and keeps blueprints that lower the loss
-// on held-out text.
+// Command seeds trains a small language model while a controller plants blueprints in it. The controller chooses
+// chunks of the residual stream that look unhealthy according to the measurements of the Kasmina layers. The
+// trainer compares the model with a twin, which trains without the new blueprints, and keeps those blueprints that
+// lower the loss on held-out text.
 //
 //	go run ./examples/seeds                              # minutes on two cores
 //	go run ./examples/seeds -data ~/notes -steps 2000
@@ -86,7 +86,7 @@ func run(ctx context.Context, path string, steps int, seed uint64, address strin
 		return err
 	}
 
-	// The default thresholds between the stages of a seed are for much longer runs.
+	// The default thresholds are meant for much longer runs.
 	thresholds := state.WithThresholds(state.DefaultThresholds().Within(epochs / 2))
 	model, err := llm.NewModel(config.Default(), tensor.Float32, seed, thresholds)
 	if err != nil {

@@ -1,15 +1,15 @@
-// Command stream runs a control loop through two Kasmina layers, one small batch per step, and changes the
-// layers while the loop runs.
+// Command stream uses two Kasmina layers as the controller of a control loop. It computes one small batch per step,
+// and changes the layers while the loop runs.
 //
 //	go run ./examples/stream
 //
-// Four machines have four heaters each, and every heater is to reach a temperature of 1. The input of a
-// step has a row for each machine and, for each heater, its last eight measured errors. They are the chunk
-// of a seed. The last element of the chunk of the output is added to the heater's power.
+// Four machines have four heaters each, and every heater should reach a temperature of 1. The input of a step has
+// one row for each machine. A row contains the last eight measured errors of each heater, which form the chunk of
+// one seed. In the output, the last element of a heater's chunk is added to its power.
 //
-// At first all seeds are dormant, so the power changes by the error itself, and the temperatures
-// oscillate. Then the seeds of the second layer get a ConvFilter, which acts as a PID controller. Finally the seeds of the first layer get a ConvFilter that averages three measurements, so
-// that noise moves the power less.
+// At first, all seeds are dormant, so the power changes by the error itself, and the temperatures oscillate. Then
+// the seeds of the second layer get a ConvFilter, which acts as a PID controller. Finally, the seeds of the first
+// layer get a ConvFilter that averages three measurements, so that noise changes the power less.
 //
 // The stream computes on an NVIDIA GPU if there is one, and otherwise on the CPU.
 package main
@@ -135,7 +135,8 @@ func layer(x *gorgonia.Node, name string, weights ...float32) (*state.Lattice, *
 	return lattice, y, err
 }
 
-// graft makes all seeds of a layer work with slot 1. The next batch of the stream sees the change.
+// graft blends the blueprint in slot 1 into all chunks of a layer. The change applies to the next batch of the
+// stream.
 func graft(lattice *state.Lattice) error {
 	for seed := range heaters {
 		if err := lattice.RequestGermination(seed, state.GerminationRequest{Slot: 1,
@@ -170,8 +171,8 @@ func newPlant() *plant {
 	return p
 }
 
-// step lets the heaters heat, changes their power, and measures. It returns the mean deviation from the
-// desired temperature, and by how much the power has moved on average.
+// step simulates one step of all heaters: it updates their temperatures and their power, and measures the errors.
+// It returns the mean deviation from the desired temperature and the mean change of the power.
 func (p *plant) step(change []float32) (deviation, movement float64) {
 	for i := range p.temperature {
 		p.temperature[i] += 0.2 * (p.power[i] - p.temperature[i])

@@ -5,12 +5,12 @@
 //	go run ./examples/transformer -data ~/notes -out runs/notes
 //	go run ./examples/transformer -resume                       # continues after Ctrl-C
 //
-// The model starts with two blocks and doubles them once that is predicted to lower its final loss. Kasmina
-// layers after the first two blocks observe the activations with dormant seeds. At the end the program compares
-// the model with gzip and byte trigrams, and draws a sample.
+// The model starts with two blocks and doubles them once that is predicted to lower its final loss. Kasmina layers
+// after the first two blocks observe the activations with dormant seeds. At the end, the program compares the model
+// with gzip and byte trigrams, and generates a sample.
 //
-// The command "kasmina train" does the same for models of all sizes, on GPUs too, and writes them for
-// transformers.
+// The command "kasmina train" does the same for models of any size, on CPUs and GPUs, and writes them in the format
+// of transformers.
 package main
 
 import (
@@ -58,7 +58,7 @@ const (
 	growth        = 2         // number of blocks at the end, relative to the start
 	observeEvery  = 16        // the seeds measure the activations of one step in this many
 	timeEvery     = 7         // the ops of one step in this many are timed
-	minSteps      = 80        // that a run needs to judge whether it should have grown
+	minSteps      = 80        // minimum number of steps for judging growth
 )
 
 func main() {

@@ -1,22 +1,22 @@
-"""Does growth in width pay? Models that start with half of the features, compared with models of the final size.
+"""Compares models that start with half of the features and grow in width with static models and growth in depth.
 
     go run ./tools/bench study -prepare -data ~/text -ext .py -vocab 8192 -cache cache
     python3 width_growth.py --tokens cache/*-8192.tokens --out width.jsonl
     python3 width_growth.py --check
 
-The models are those of the study of 8 blocks with 256 features: RMSNorm, rotary positions, SwiGLU, tied embeddings, heads of
-64 features, output projections that start at zero, and Muon with a rate that is constant for half of the run and then decreases
-to zero. AdamW updates embeddings and norms.
+The models are those of the study with 8 blocks of 256 features in docs/GROWTH.md: RMSNorm, rotary positions, SwiGLU, tied
+embeddings, heads of 64 features, output projections that start at zero, and Muon with a rate that is constant for half of the
+run and then decreases to zero. AdamW updates embeddings and norms.
 
-A model is written as BLOCKSxFEATURES, and its growth as models separated by dashes, with the shares of the time at which it
-grows: 4x128-8x256@0.1. Growth in depth copies the stack of blocks. Growth in width copies every feature, every head and every
-hidden feature, and halves the weights of the copied inputs, so that the model computes the same as before. Noise makes the
-copies differ: it is added to the weights of an input and subtracted from those of its copy, which leaves their sum unchanged.
-(Samragh et al., "Scaling Smart: Accelerating Large Language Model Pre-training with Small Model Initialization", 2024.)
-Optimizer moments grow as the gradients do.
+A model is written as BLOCKSxFEATURES. A model that grows is written as the models before and after each growth, separated by
+dashes, with the shares of the time at which it grows: 4x128-8x256@0.1. Growth in depth copies the stack of blocks. Growth in
+width copies every feature, every head and every hidden feature, and halves the weights of the copied inputs, so that the model
+computes the same as before. Noise makes the copies differ: it is added to the weights of an input and subtracted from those of
+its copy, which leaves their sum unchanged. (Samragh et al., "Scaling Smart: Accelerating Large Language Model Pre-training with
+Small Model Initialization", 2024.) Optimizer moments grow as the gradients do.
 
-All runs on a budget take as long as the largest model needs for its tokens. The time of a step is measured beforehand, and
-contains neither compilation nor evaluation. The time of growth counts. Steps are CUDA graphs, with compiled blocks and losses.
+All runs on a budget take as long as the largest model needs for its tokens. The time of a step is measured beforehand, without
+compilation and evaluation. The time for growing counts. Steps are CUDA graphs, with compiled blocks and losses.
 
 One JSON line for each run goes to --out. --check tests the arithmetic of growth on a CPU, in double precision. The program
 needs torch 2.5 or later. docs/lab/growth.md presents the results.
@@ -37,7 +37,7 @@ MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 MUON, WARMUP, MOMENTUM = 0.02, 50, 0.95
 ADAM_SHARE, BETA1, BETA2, EPS, DECAY = 0.15, 0.9, 0.95, 1e-8, 0.1
 
-# Arms in the order of their runs, for each number of tokens per parameter.
+# The usual arms, which are the models to compare, in the order of their runs, by the number of tokens per parameter.
 ARMS = {
     10: ["8x256", "8x128-8x256@0.1", "4x128-8x256@0.1", "4x256-8x256@0.2", "8x128-8x256@0.05", "8x128-8x256@0.2",
          "4x128-8x256@0.05", "4x128-8x256@0.2", "4x256"],
@@ -446,22 +446,29 @@ def check():
 
 def main():
     a = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    a.add_argument("--tokens", help="a file of tokens of tools/bench study -prepare")
+    a.add_argument("--tokens", help="file of tokens that tools/bench study -prepare has written")
     a.add_argument("--out", default="width.jsonl", help="file for the records; runs with a record are not repeated")
     a.add_argument("--device", default="cuda")
-    a.add_argument("--budgets", default="10,5", help="tokens for each parameter in the blocks of the largest model")
+    a.add_argument("--budgets", default="10,5", help="tokens for each parameter in the blocks of the largest model; "
+                   "other values than 10 and 5 need a list of arms")
     a.add_argument("--seeds", default="1", help="random seeds")
     a.add_argument("--limit", type=float, default=0, help="start no run that would end after so many seconds")
     a.add_argument("--batch", type=int, default=32)
     a.add_argument("--seq", type=int, default=1024)
-    a.add_argument("--noise", type=float, default=0.5, help="of the copies, relative to the weights")
-    a.add_argument("--moments", default="kept", choices=("kept", "zero"))
-    a.add_argument("--timing", type=float, default=1, help="seconds for measuring a step")
+    a.add_argument("--noise", type=float, default=0.5, help="noise added to the copies, relative to the weights")
+    a.add_argument("--moments", default="kept", choices=("kept", "zero"), help="what happens to the optimizer's moments")
+    a.add_argument("--timing", type=float, default=1, help="seconds for measuring the time of a step")
     a.add_argument("--check", action="store_true", help="only test the arithmetic of growth")
-    a.add_argument("arms", nargs="*", help="arms instead of the usual ones, such as 8x256 8x128-8x256@0.1")
+    a.add_argument("arms", nargs="*", help="models to compare instead of the usual ones, such as 8x256 8x128-8x256@0.1")
     args = a.parse_args()
     if args.check:
         return check()
+
+    budgets, seeds = [float(b) for b in args.budgets.split(",")], [int(s) for s in args.seeds.split(",")]
+    without_arms = [f"{b:g}" for b in budgets if b not in ARMS]
+    if without_arms and not args.arms:
+        a.error(f"there are no usual arms for {', '.join(without_arms)} tokens per parameter, only for "
+                f"{' and '.join(map(str, ARMS))}: name the arms after the options, such as 8x256 8x128-8x256@0.1")
 
     started = time.perf_counter()
     say = lambda text: print(f"{time.perf_counter() - started:7.1f} s  {text}", flush=True)
@@ -470,7 +477,6 @@ def main():
     say(f"{len(text.tokens) / 1e6:.1f} million tokens of {text.bytes_per_token:.3f} bytes, "
         f"{len(text.held_out)} held-out sequences, torch {torch.__version__}")
 
-    budgets, seeds = [float(b) for b in args.budgets.split(",")], [int(s) for s in args.seeds.split(",")]
     jobs = [(b, arm, seed) for seed in seeds for b in budgets for arm in args.arms or ARMS[b]]
     name = lambda r: (r["tokens_per_parameter"], r["arm"], r["random_seed"], r["noise"], r["moments"])
     done = []
