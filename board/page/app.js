@@ -307,7 +307,7 @@
       case 'EmbargoOver': return ['may be recycled'];
       case 'Noted': return [e.to];
       case 'Grown': return [element('span', 'The model has changed: ' + e.to, 'grown')];
-      case 'Refused': return ['a command was refused: ' + e.to];
+      case 'Refused': return ['a command was rejected: ' + e.to];
       case 'NonFinite': return [number(e.value) + ' NaN or Inf values'];
     }
     return [e.kind];

@@ -41,7 +41,7 @@ const Steer = (() => {
         answer = await fetch(run + 'orders/' + result.id);
         result = await answer.json();
       }
-      say(answer.ok && result.done ? 'Done.' : 'Refused: ' + result.error);
+      say(answer.ok && result.done ? 'Done.' : 'Rejected: ' + result.error);
     } catch (e) { say('The board cannot be reached, so the result of the request is unknown.'); }
   }
 

@@ -10,12 +10,12 @@ const Lattice = (() => {
     Training: 'The blueprint learns alongside the model. It does not affect the model yet.',
     Grafting: 'The blueprint is being blended into the model: its weight α rises.',
     Stabilization: 'The blueprint is part of the model and learns with it.',
-    Evaluating: 'The blueprint is on trial: a run that compares evaluates the model with and without it.',
+    Evaluating: 'The blueprint is frozen and on trial. If the run makes comparisons, it measures the loss with and without the blueprint.',
     FineTuning: 'The blueprint has passed its trial period and keeps learning.',
     Fossilized: 'The blueprint is a permanent part of the model.',
     Culled: 'The blueprint has failed and was removed.',
     Cancelled: 'The blueprint was abandoned before it became part of the model.',
-    RolledBack: 'The blueprint was removed, and the model is what it would be without it.',
+    RolledBack: 'The blueprint was removed, and the model has the state that it would have without it.',
   };
   const colors = [[138, 143, 152], [214, 196, 60], [232, 150, 40], [222, 98, 42], [196, 92, 160], [128, 100, 212],
     [48, 128, 214], [34, 154, 88], [204, 50, 56], [140, 96, 76], [164, 32, 98]];

@@ -122,7 +122,7 @@ func run(ctx context.Context, path string, steps int, seed uint64, address strin
 	controller.RampEpochs, controller.Patience = epochs/16, epochs/6
 	if err := t.Grow(llm.Growth{Controller: controller, Validation: validation, Every: 2,
 		Refused: func(c state.Command, err error) {
-			fmt.Fprintf(stdout, "refused: %v\n", err)
+			fmt.Fprintf(stdout, "rejected: %v\n", err)
 		}}); err != nil {
 		return err
 	}

@@ -1,9 +1,9 @@
 // Package forgetting measures how much a model forgets while it learns a new kind of text, for the
 // program bench.
 //
-// It trains a small base model on the sources of Go, tunes it on English prose in many ways, and records
-// the losses on held-out text of both kinds during each run. A way of tuning is better than another if it
-// forgets less at the same loss on the new text, whatever learning rate and number of steps it needs.
+// It trains a small base model on the sources of Go, fine-tunes it on English prose with different methods,
+// and records the losses on held-out text of both kinds during each run. A method is better than another if
+// it forgets less at the same loss on the new text, whatever learning rate and number of steps it needs.
 package forgetting
 
 import (
@@ -42,7 +42,7 @@ const (
 	chunkRank    = 64 // rank of the chunk seeds
 )
 
-// An arm is a way of tuning.
+// An arm is a method of tuning, with its settings.
 type arm struct {
 	name  string
 	rates []float64
@@ -58,7 +58,7 @@ type arm struct {
 // plain reports whether the arm is LoRA as most people use it, with which the other arms are compared.
 func (a arm) plain() bool { return a.rank > 0 && !a.rs && !a.grows && !a.mixed }
 
-// arms returns all ways of tuning, with at least three learning rates each. If the matrices a are fixed, only half
+// arms returns all methods of tuning, with at least three learning rates each. If the matrices a are fixed, only half
 // of the parameters learn, so a fourth and higher rate is added.
 func arms() []arm {
 	adapter, weights := []float64{1e-3, 3e-3, 1e-2}, []float64{1e-4, 3e-4, 1e-3}
@@ -117,7 +117,7 @@ func Run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	f.IntVar(&o.baseSteps, "base-steps", 1000, "steps of the base model")
 	f.IntVar(&o.steps, "steps", 60, "steps of tuning")
 	f.IntVar(&o.every, "every", 20, "steps between two measurements")
-	f.StringVar(&o.arms, "arms", "", "ways of tuning whose names contain one of these `words`, separated by commas "+
+	f.StringVar(&o.arms, "arms", "", "methods of tuning whose names contain one of these `words`, separated by commas "+
 		"(default: all)")
 	f.IntVar(&o.atOnce, "at-once", 1, "number of simultaneous runs")
 	f.BoolVar(&o.redraw, "redraw", false, "train nothing, and report the runs that exist")

@@ -25,7 +25,7 @@ func TestFrontier(t *testing.T) {
 	require.True(t, math.IsNaN(f.at(1.39)))
 }
 
-// TestSummarize checks the comparison with LoRA, and that a way of tuning that does not reach a loss has no ratio.
+// TestSummarize checks the comparison with LoRA, and that a method of tuning that does not reach a loss has no ratio.
 func TestSummarize(t *testing.T) {
 	run := func(name string, seed uint64, points ...point) record {
 		return record{Arm: name, Seed: seed, Params: 7, Base: point{0, 2, 1}, Points: points}

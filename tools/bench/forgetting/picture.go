@@ -8,11 +8,11 @@ import (
 	"gonum.org/v1/plot/vg"
 )
 
-// palette has a color for each way of tuning.
+// palette has a color for each method of tuning.
 var palette = []color.RGBA{{170, 170, 170, 255}, {120, 120, 120, 255}, {60, 60, 60, 255}, {148, 103, 189, 255}, {140, 86, 75, 255},
 	{214, 39, 40, 255}, {255, 152, 30, 255}, {140, 198, 140, 255}, {0, 104, 55, 255}, {23, 190, 207, 255}, {31, 119, 180, 255}}
 
-// draw draws the frontiers of all ways of tuning and seeds.
+// draw draws the frontiers of all methods of tuning and seeds.
 func draw(path string, records []record) error {
 	p := plot.New()
 	p.Title.Text = "learning against forgetting: below and to the left is better"

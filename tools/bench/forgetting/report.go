@@ -14,7 +14,7 @@ import (
 // fraction.
 var shares = []float64{0.5, 0.7, 0.9}
 
-// A frontier holds the best points of a way of tuning: for each loss on the new text, the smallest rise
+// A frontier holds the best points of a method of tuning: for each loss on the new text, the smallest rise
 // of the loss on the old text. Losses on the new text decrease along the frontier, and rises increase.
 type frontier []point
 
@@ -43,7 +43,7 @@ func (f frontier) at(loss float64) float64 {
 	return a.Old + (b.Old-a.Old)*(a.New-loss)/(a.New-b.New)
 }
 
-// A summary describes a way of tuning across all seeds.
+// A summary describes a method of tuning across all seeds.
 type summary struct {
 	Arm    string  `json:"arm"`
 	Params int     `json:"params"`
@@ -55,7 +55,7 @@ type summary struct {
 	Ratios [][3]*float64 `json:"ratios"`
 }
 
-// curvesOf returns the frontiers by way of tuning and seed. The name "" represents LoRA at all ranks.
+// curvesOf returns the frontiers by method of tuning and seed. The name "" represents LoRA at all ranks.
 func curvesOf(records []record) map[string]map[uint64]frontier {
 	points := map[string]map[uint64][]point{}
 	add := func(name string, r record) {
@@ -85,7 +85,7 @@ func curvesOf(records []record) map[string]map[uint64]frontier {
 	return curves
 }
 
-// summarize compares the ways of tuning.
+// summarize compares the methods of tuning.
 func summarize(records []record) (all []summary) {
 	curves := curvesOf(records)
 	for _, a := range arms() {
@@ -134,7 +134,7 @@ func summarize(records []record) (all []summary) {
 // report prints the table, draws the picture, and prints the JSON object.
 func report(picture string, records []record, w io.Writer) error {
 	all := summarize(records)
-	fmt.Fprintf(w, "| way of tuning | parameters | best new loss | rise of the old loss there | forgetting relative to LoRA "+
+	fmt.Fprintf(w, "| method | parameters | best new loss | rise of the old loss there | forgetting relative to LoRA "+
 		"at 50%% of its gain | 70%% | 90%% |\n|---|---:|---:|---:|---:|---:|---:|\n")
 	for _, s := range all {
 		fmt.Fprintf(w, "| %s | %d | %.3f | %.3f |", s.Arm, s.Params, s.Best, s.Rise)

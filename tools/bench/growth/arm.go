@@ -15,8 +15,8 @@ import (
 	"github.com/kasmina-go/kasmina/state/control"
 )
 
-// An arm is a recipe to be compared: the depth of a model, its growth and its optimization. It is
-// written as key=value pairs separated by commas:
+// An arm is one of the configurations that a study compares: the depth of a model, its growth and its optimization.
+// It is written as key=value pairs separated by commas:
 //
 //	blocks=12,lr=0.002
 //	blocks=3-12,share=0.1,kind=middle,rewarm=40

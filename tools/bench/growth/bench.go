@@ -41,16 +41,30 @@ func parseBench(args []string, stderr io.Writer) (o benchOptions, err error) {
 	f.Usage = func() {
 		fmt.Fprintf(stderr, `usage: bench study [options] [arm ...]
 
-Compares growing models with static models on equal budgets and prints a table. An arm is written as
-blocks=12,lr=0.002 (a static model) or blocks=3-12,share=0.1 (a model that grows). Without lr, the
-learning rate is tuned. With share=forecast, control.Forecast decides whether, when and how much to grow,
-and with share=patient, it waits for the best moment (control.Forecast.Patient).
-Without share, control.Depth decides when to grow, and with share=curve it decides by the loss curve
-alone. Other keys are kind=stack|interleave|middle|new,
-optimizer=%s, decay=cosine|linear|late, rewarm=STEPS, moments=kept|fresh,
-outputs=random|zero, norms=none|qk and boundary=NUMBER (llm.Config.Boundary). Without arms, the published comparison is made.
+Compares growing models with static models on equal budgets and prints a table. An arm is one of the
+compared configurations, such as blocks=12,lr=0.002 (a static model) or blocks=3-12,share=0.1 (a model that
+grows from 3 blocks to 12 when a tenth of the budget is spent). Without arms, the comparison published in
+docs/GROWTH.md is made.
+
+Keys of an arm:
+  blocks=N or N-M    number of blocks, or the numbers before and after each growth
+  share=NUMBER       share of the budget at which the model grows, or for several growths, shares such as 0.1-0.2
+                     forecast: control.Forecast decides whether, when and how much to grow
+                     patient:  the same with control.Forecast.Patient
+                     curve:    control.Depth decides by the loss curve alone
+                     without this key, control.Depth decides when to grow
+  lr=NUMBER          peak learning rate; without it, the rate is tuned
+  kind=stack|interleave|middle|new
+  optimizer=%s
+  decay=cosine|linear|late
+  rewarm=STEPS
+  moments=kept|fresh
+  outputs=random|zero
+  norms=none|qk
+  boundary=NUMBER    llm.Config.Boundary
 
 Each run writes a record to the folder -out. A run with a record is not repeated.
+
 
 `, strings.Join(optim.ChoiceNames(), "|"))
 		f.PrintDefaults()

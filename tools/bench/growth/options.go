@@ -53,6 +53,9 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	f.Usage = func() {
 		fmt.Fprint(stderr, `usage: bench growth [options]
 
+Trains pairs of a static and a growing model on the same budget, compares their held-out losses, and
+writes plots and records of the decisions to the folder -out.
+
 `)
 		f.PrintDefaults()
 	}
@@ -88,7 +91,7 @@ func parse(args []string, stderr io.Writer) (o options, err error) {
 	f.StringVar(&sites, "site", "depth", "sites of growth, separated by commas: depth and, with -tokens or -flops, "+
 		"chunk,\nweight or stream")
 	f.StringVar((*string)(&o.seeds.Where), "where", "",
-		"at other sites than depth: grow random or all seeds instead of the seeds in need")
+		"at other sites than depth: grow random or all seeds, instead of those that the controller chooses")
 	f.IntVar(&o.seeds.MaxActive, "active", o.seeds.MaxActive,
 		"at other sites than depth: maximum number of blueprints that grow at a time")
 	f.IntVar(&o.seeds.MaxParameters, "params", o.seeds.MaxParameters,
@@ -158,7 +161,7 @@ func (o *options) finish(rest []string) error {
 			return !slices.Contains([]string{"depth", "chunk", "weight", "stream"}, s)
 		}), fmt.Sprintf("-site is %q, want depth, chunk, weight or stream", o.sites)},
 		{!o.elsewhere() || o.budget.Tokens > 0 || o.budget.FLOPs > 0,
-			fmt.Sprintf("-site %s needs -tokens or -flops, because seeds live for epochs",
+			fmt.Sprintf("-site %s needs -tokens or -flops, because the controller of seeds must know the number of epochs",
 				strings.Join(o.sites, ","))},
 		{1 <= o.from && o.from < o.model.Layers,
 			fmt.Sprintf("-from is %d, want 1 to %d: fewer than -layers", o.from, o.model.Layers-1)},
