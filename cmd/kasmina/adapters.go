@@ -75,16 +75,16 @@ func (a *adapters) grow(t *llm.Trainer) error {
 		return fmt.Errorf("--rank is %d: %w", a.rank, err)
 	}
 
-	by := control.NewAdapters(budget)
-	by.Where, by.Random = adapterPlaces[a.where], a.seed
+	controller := control.NewAdapters(budget)
+	controller.Where, controller.Random = adapterPlaces[a.where], a.seed
 	switch a.where {
 	case "all":
-		by.Rank = a.rank
+		controller.Rank = a.rank
 	case "random":
-		by.Rank = min(wider*a.rank, t.Model.Config.Dim)
+		controller.Rank = min(wider*a.rank, t.Model.Config.Dim)
 	}
 
-	return t.Grow(llm.Growth{Controller: by})
+	return t.Grow(llm.Growth{Controller: controller})
 }
 
 // parameters returns the number of parameters of adapters with the given rank on all layers.

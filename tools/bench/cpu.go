@@ -63,7 +63,7 @@ func onCPU(o options) error {
 	return nil
 }
 
-// processor returns the processor's name, or "" if the operating system does not provide it.
+// processor returns the processor's name, or its architecture if the operating system does not provide the name.
 func processor() string {
 	info, err := os.ReadFile("/proc/cpuinfo")
 	if err == nil {
@@ -94,6 +94,7 @@ func timed(f func() error) (time.Duration, error) {
 	return median(times)
 }
 
+// cpuCeilings measures the bandwidth of a copy and the peak of multiplications and additions.
 func cpuCeilings(options) error {
 	const n = 64 << 20 // floats, 256 MiB
 	x, y := make([]float32, n), make([]float32, n)
@@ -120,6 +121,7 @@ func cpuCeilings(options) error {
 	return nil
 }
 
+// cpuGemm measures a product of square matrices.
 func cpuGemm(options) error {
 	const n = 1024
 	random := rand.New(rand.NewPCG(3, 3))
@@ -173,6 +175,7 @@ func cpuKasmina(options) error {
 				return err
 			}
 		}
+
 		machine, err := cpuops.NewMachine(g)
 		if err != nil {
 			return err
@@ -296,6 +299,7 @@ func cpuSteps(steps int, s size, vm gorgonia.VM, grads []gorgonia.ValueGrad,
 		for j := range ids {
 			ids[j] = random.IntN(s.config.Vocab)
 		}
+
 		start := time.Now()
 		vm.Reset()
 		if err := let(data.Batch{Inputs: ids[:len(ids)-1], Targets: ids[1:]}); err != nil {

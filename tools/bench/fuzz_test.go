@@ -9,7 +9,7 @@ import (
 	"github.com/kasmina-go/kasmina/internal/bounded"
 )
 
-// FuzzTable checks that -table refuses a file or prints a table of it.
+// FuzzTable checks that -table either rejects a file or prints its table, within limits of time and memory.
 func FuzzTable(f *testing.F) {
 	f.Add([]byte(`{"bench":"run","peer":"kasmina","card":"C"}` + "\n" +
 		`{"bench":"copy_2GiB","peer":"kasmina","us":1,"gbps":4000}` + "\n"))

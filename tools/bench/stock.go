@@ -64,7 +64,8 @@ func newStockModel(m *llm.Model, batch int) (*stockModel, error) {
 	return s, err
 }
 
-// do takes the result of a Gorgonia function; after an error, nothing more is built.
+// do calls a function that builds a node, and records its error. After an error, do returns nil without calling the
+// function.
 func (s *stockModel) do(f func() (*gorgonia.Node, error)) *gorgonia.Node {
 	if s.err != nil {
 		return nil

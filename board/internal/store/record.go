@@ -394,7 +394,7 @@ type speed struct {
 	tokens float64 // total at that time
 	flops  float64 // total at that time
 	last   float64 // tokens per second of the last complete interval
-	rate   float64 // operations per second of the same
+	rate   float64 // operations per second of that interval
 
 	// Where this process started, for extrapolating the remaining time.
 	began float64 // seconds

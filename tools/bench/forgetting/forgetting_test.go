@@ -90,7 +90,7 @@ func TestRun(t *testing.T) {
 	require.ErrorContains(t, Run(t.Context(), []string{"-seeds", "1,x"}, &stdout, &stderr), "want positive numbers")
 }
 
-// A letters is a text that repeats one letter.
+// letters is a text that repeats one letter.
 type letters struct{ len, letter int }
 
 func (l letters) Len() int64          { return int64(l.len) }
