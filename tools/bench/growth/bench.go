@@ -43,8 +43,8 @@ func parseBench(args []string, stderr io.Writer) (o benchOptions, err error) {
 
 Compares growing models with static models on equal budgets and prints a table. An arm is one of the
 compared configurations, such as blocks=12,lr=0.002 (a static model) or blocks=3-12,share=0.1 (a model that
-grows from 3 blocks to 12 when a tenth of the budget is spent). Without arms, the comparison published in
-docs/GROWTH.md is made.
+grows from 3 blocks to 12 when a tenth of the budget is spent). Without arms, static models with all, half
+and a quarter of the blocks are compared with models that grow from a quarter.
 
 Keys of an arm:
   blocks=N or N-M    number of blocks, or the numbers before and after each growth
