@@ -141,7 +141,8 @@ func (c *compiler) fuseNorm(n *gorgonia.Node) bool {
 }
 
 // tiedGradient returns the gradient of an output layer that shares its table with an embedding, if n, the
-// gradient of the embedding, is only added to it. The sum reuses the memory. Otherwise tied returns nil.
+// gradient of the embedding, is only added to it. The sum reuses the memory. Otherwise tiedGradient
+// returns nil.
 func (c *compiler) tiedGradient(n *gorgonia.Node) *program.Array {
 	sum := c.soleUser(n)
 	head := otherAddend(sum, n)

@@ -177,7 +177,7 @@ func (c *compiler) setValues(nodes [3]*gorgonia.Node, values [3]*program.Array) 
 }
 
 // projectAll adds wide = x·weightsᵀ, plus a term, and plus biases if there are any. If queries and keys
-// are rotated, the columns both are rotated in place.
+// are rotated, it rotates their columns of wide, which are the array both, in place.
 func (c *compiler) projectAll(n *gorgonia.Node, p *projections, wide, both, x,
 	weights *program.Array, biases []*program.Array, t term) {
 	turned := p.rotated[0]

@@ -57,7 +57,8 @@ template <class T, int L, int G> __device__ __forceinline__ void attendInCluster
   const T *keys = static_cast<const T*>(a.keys) + kv * dim + at, *values = static_cast<const T*>(a.values) + kv * dim + at;
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 
-  // The block's share of the positions before the token.
+  // The block's share of the positions before the token: [begin, end). In each round, every worker, a group of L lanes,
+  // handles one of these positions.
   int64_t position;
   int begin, end;
   Turner<T> turner;
@@ -99,7 +100,8 @@ template <class T, int L, int G> __device__ __forceinline__ void attendInCluster
     own[G] = load<kElements>(row), own[G + 1] = load<kElements>(static_cast<const T*>(a.v) + kv * dim + at);
     if (a.cosines) other[G] = load<kElements>(row + opposite);
   }
-  // If the preceding kernels have changed the position, the copies were in vain.
+  // A preceding kernel may have changed the position since the copies started. They are then useless, and the copies for
+  // the new position start.
   const int64_t now = __ldcg(a.position);
   if (now != position) {
     awaitAsync<0>();
@@ -168,7 +170,7 @@ template <class T, int L, int G> __device__ __forceinline__ void attendInCluster
     for (int u = 0; u < unroll; u++) copy(r + u + rounds);
   }
 
-  // Merge the workers, the warps and the blocks.
+  // Merge the softmaxes of the workers of a warp, then those of the warps of a block, and then those of the blocks.
 #pragma unroll
   for (int g = 0; g < G; g++)
 #pragma unroll

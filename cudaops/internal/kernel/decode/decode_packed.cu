@@ -34,7 +34,7 @@ struct Args {
   int steady, early, isGELU;  // see Overlap in product.go
 };
 
-// Row is a row of w.
+// Row locates a row of w, given its number in a part and the parts that follow.
 struct Row {
   const Part* part;  // null for a row past the end
   int64_t row;       // of the part
@@ -61,7 +61,7 @@ __device__ __forceinline__ uint32_t widenFloat8(uint32_t codes, bool odd, f16) {
   return reinterpret_cast<const uint32_t&>(two);
 }
 
-// Codes are this lane's codes of a row in a chunk: 16 consecutive ones.
+// Codes holds this lane's 16 consecutive codes of a row in a chunk.
 template <bool NF4> struct Codes;
 template <> struct Codes<false> {
   static constexpr int kBytes = 16;
@@ -79,8 +79,9 @@ template <> struct Codes<true> {
   }
 };
 
-// multiplyPacked uses `tiles` tiles of 8 rows of x. Launch: kPackedWarps warps, and at most a block for every 16 rows of
-// w. There is shared memory for 4 floats of each thread and tile and, with NF4, for 256 words of each lane before them.
+// multiplyPacked computes products for up to 8·tiles rows of x. Launch: kPackedWarps warps per block, and at most one block
+// for every 16 rows of w. Shared memory: with NF4, the table of pairs, which has 256 words for each lane of a warp, and
+// then 4 floats for every thread and tile of 8 rows of x, where the sums of the warps are added up.
 template <class T, bool NF4, int tiles, bool Gated> __device__ __forceinline__ void multiplyPacked(const Args& a) {
   constexpr int kPairs = 256, kWords = kPairs * kWarp;
   extern __shared__ __align__(128) uint32_t memory[];  // NF4: the table of pairs; and sums
@@ -167,7 +168,7 @@ template <class T, bool NF4, int tiles, bool Gated> __device__ __forceinline__ v
           for (int i = 0; i < 4; i++) {
             const Codes<NF4>& of = w[u][i % 2];
             if constexpr (NF4) {
-              // Byte 2·s + i/2, times the bytes of an entry of the table, plus the lane's copy.
+              // The address in the table: byte 2·s + i/2 times 128, the size of an entry, plus the lane's copy.
               const int shift = (s % 2 * 2 + i / 2) * 8 - 7;
               const uint32_t word = of.words[s / 2], at = ((shift < 0 ? word << -shift : word >> shift) & 0x7f80u) | lane * 4u;
               operand[s][i] = *reinterpret_cast<const uint32_t*>(reinterpret_cast<const char*>(memory) + at);

@@ -4,12 +4,15 @@
 //   y[r, n] = Σ_k x[r, k]·w[n, k] + c[r, n]                          product
 //   h[r, n] = gate(Σ_k x[r, k]·w[n, k]) · Σ_k x[r, k]·w[f + n, k]    gated
 //
-// A block multiplies kTile rows of w, over a range of k, by all rows of x: the rows of w are the rows of the tensor
-// cores' tiles, and the rows of x, filled up with zeros to R, their columns. A gated block has half as many rows of
-// either half of w, and a warp has the same rows of both. Copies of w run kStages steps ahead, and those for the first
-// steps don't wait for the preceding kernel.
+// A block multiplies kTile rows of w by all rows of x. In the products of the tensor cores, w is the operand with 16
+// rows and x the one with 8 columns, so that few rows of x waste little. x is filled up with zeros to R rows. A warp has
+// 32 rows of w or, in a gated product, 16 rows of the gate and the 16 matching rows of up.
 //
-// If k is divided into ranges, the blocks of a tile form a cluster, and add up their ranges in order, a part each. 
+// The block moves along k in steps of kDepth. For each step, its rows of w and x are copied to a ring of kStages slots in
+// shared memory with cp.async, up to kStages − 1 steps ahead. The first copies of w don't wait for the preceding kernel.
+//
+// If there are few tiles, k is divided into ranges, and the blocks of a tile form a cluster, one for each range. They
+// leave their sums in shared memory, and each block adds up a part of the results over the cluster, in order.
 #include "common.cuh"
 #include "gate.cuh"
 #include "mma.cuh"
@@ -75,7 +78,7 @@ template <class T, int R, bool Gated> __device__ __forceinline__ void multiplyRo
     }
   };
 
-  // Fill the ring. Each step has a group of copies, in order; the first group also has all of w.
+  // Fill the ring. Each step has a group of copies. The first group also has the copies of w of all these steps.
   const int ahead = min(kStages - 1, to - from);
   if (a.steady)
     for (int i = 0; i < ahead; i++) copyW(from + i);
@@ -103,8 +106,8 @@ template <class T, int R, bool Gated> __device__ __forceinline__ void multiplyRo
 
   T* y = static_cast<T*>(a.y);
   const T* c = static_cast<const T*>(a.c);
-  // put stores the sums of 8 rows of x, for tiles `from` to `to` of this warp's rows of w. All of c is read before y is
-  // written, because c may be y.
+  // put completes and stores the results of rows 8·n to 8·n + 7 of x, given the lane's sums of both halves of the warp's
+  // rows of w. Only halves from `from` up to `to` are stored. c is read before y is written, because c may be y.
   const auto put = [&](int n, int from, int to, const float (&s)[2][4]) {
     const auto index = [&](int m, int e) {
       const int column = first + warp * perWarp + m * 16 + lane / 4 + e / 2 * 8, row = n * 8 + lane % 4 * 2 + e % 2;
@@ -141,7 +144,7 @@ template <class T, int R, bool Gated> __device__ __forceinline__ void multiplyRo
     return;
   }
 
-  // The sums take the place of the ring.
+  // Store the sums in shared memory, where the ring was.
   tile::copyWait<0>();
   __syncthreads();
   const auto slot = [&](int m, int n) { return (m * (R / 8) + n) * kThreads + int(threadIdx.x); };
@@ -151,7 +154,8 @@ template <class T, int R, bool Gated> __device__ __forceinline__ void multiplyRo
 #pragma unroll
     for (int n = 0; n < R / 8; n++) sums[slot(m, n)] = make_float4(sum.c[m][n][0], sum.c[m][n][1], sum.c[m][n][2], sum.c[m][n][3]);
   awaitCluster();
-  // A block adds up some of the tiles of 8 rows of x, by either half of this warp's rows of w or both.
+  // Add up this block's part of the results. An item is 8 rows of x and, unless the product is gated, a half of the
+  // warp's rows of w; the blocks of the cluster take items in turn.
   constexpr int halves = Gated ? 1 : 2;
   for (int item = range; item < R / 8 * halves; item += a.ranges) {
     const int n = item / halves, from = Gated ? 0 : item % 2, to = Gated ? 2 : from + 1;

@@ -10,7 +10,7 @@
 // Launch: blocks of 256 threads. Each thread has kUnroll accesses of 16 bytes that are a block's
 // width apart, so that a warp's access is contiguous and several are in flight; binary functions
 // have one access per operand. A block works element by element if a pointer is not a multiple of
-// 16 bytes, at the ragged end, and for functions that training does not wait for. Separate kernels
+// 16 bytes, at the ragged end, and for the functions that are compiled for size. Separate kernels
 // handle a row that applies to every row.
 #include "common.cuh"
 

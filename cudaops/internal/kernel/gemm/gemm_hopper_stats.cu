@@ -7,9 +7,9 @@
 // The kernel also clears the counters of attention_hopper_fused.cuh: one for every 64 rows of a
 // head, plus one.
 //
-// x is [rows, depth], w [depth, columns], u [rows, termDepth], which is optional, b [termDepth, columns], y and g are [rows, columns], and normalizers are [batch,
-// heads, seq], with rows = batch·seq and columns = heads·D. g is bit-identical to the result of
-// gemm_hopper_plain.cu.
+// x is [rows, depth], w is [depth, columns], u is [rows, termDepth] and optional, b is [termDepth,
+// columns], y and g are [rows, columns], and normalizers are [batch, heads, seq], with rows = batch·seq
+// and columns = heads·D. g is bit-identical to the result of gemm_hopper_plain.cu.
 //
 // gemm_hopper.cuh describes the structure. A tile is stored 64 columns at a time, in two slots. y
 // is loaded into one of the warp's panels and, after it has been multiplied by g, replaced by g.

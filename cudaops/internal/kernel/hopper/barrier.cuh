@@ -19,7 +19,8 @@ __device__ inline void barrierExpect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits for the end of the phase with this parity. On a new barrier, parity 1 returns immediately.
+// barrierWait waits for the end of the phase with the given parity. On a new barrier, parity 1 returns
+// immediately.
 __device__ inline void barrierWait(uint32_t barrier, int parity) {
   asm volatile(
       "{\n"
@@ -32,8 +33,8 @@ __device__ inline void barrierWait(uint32_t barrier, int parity) {
       : "memory");
 }
 
-// Orders this thread's accesses to shared memory before accesses by copies and products that start
-// after its next arrival.
+// fenceAsync orders this thread's accesses to shared memory before accesses by copies and products that
+// start after its next arrival.
 __device__ inline void fenceAsync() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Ring is a ring of Slots slots that the copier fills and the workers free, with its barriers in
@@ -45,14 +46,14 @@ template <int Slots> struct Ring {
   __device__ uint32_t freed(int i) const { return filled(i) + 8; }
   __device__ static int slot(int i) { return i % Slots; }
 
-  // A slot is free after this many arrivals.
+  // init initializes the barriers. Workers must arrive `arrivals` times before a slot is free again.
   __device__ void init(int arrivals) const {
     for (int i = 0; i < Slots; i++) {
       barrierInit(filled(i), 1);
       barrierInit(freed(i), arrivals);
     }
   }
-  // Called by the copier. Waits until the slot of fill i is free, announces the given number of
+  // fill is called by the copier. It waits until the slot of fill i is free, announces the given number of
   // bytes, and returns the barrier that must receive them.
   __device__ uint32_t fill(int i, int bytes) const {
     waitFree(i);
@@ -64,8 +65,8 @@ template <int Slots> struct Ring {
     return filled(i);
   }
   __device__ void wait(int i) const { barrierWait(filled(i), i / Slots & 1); }
-  // Every worker thread releases its own reads. This costs no more than one arrival per warp, and
-  // race checkers don't attribute a thread's reads to the arrival of another thread.
+  // release is called by every worker thread, after its own reads of the slot of fill i. One arrival per
+  // warp would cost as much, and race checkers don't attribute a thread's reads to another's arrival.
   __device__ void release(int i) const { barrierArrive(freed(i)); }
 };
 

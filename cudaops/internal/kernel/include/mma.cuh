@@ -1,10 +1,11 @@
 // Matrix products of tiles by the tensor cores of a warp (mma.sync), for compute capability 8.0 and
 // later.
 //
-// All lanes of a warp must take part in a product. The compiler does not know this: if some lanes load
-// an operand and others set it to zero, it may copy the product into both branches, and the warp waits
-// for itself forever. The machine code must have as many HMMA instructions as the source has products;
-// a load that inline assembly predicates prevents such branches, and choosing an address does not.
+// All lanes of a warp must take part in a product, but the compiler does not know this. If some lanes load
+// an operand and others set it to zero, it may copy the product into both branches. The warp then waits
+// for itself forever. To avoid such branches, predicate the load in inline assembly; loading from an
+// address that depends on the condition is not enough. The machine code must have as many HMMA
+// instructions as the source has products.
 #pragma once
 #include "tile.cuh"
 
@@ -32,7 +33,7 @@ __device__ inline void loadMatricesTransposed(uint32_t (&r)[4], uint32_t address
                  : "r"(address));
 }
 
-// c (16×8) += a (16×16) · b (16×8)
+// multiply adds a (16×16) · b (16×8) to c (16×8).
 __device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bf16) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
@@ -62,7 +63,8 @@ template <int M, int N> struct Accumulator {
         for (int e = 0; e < 4; e++) c[m][n][e] = 0;
   }
 
-  // Adds A·Bᵀ, for rows aRow... of tile A and rows bRow... of tile B, which have D columns each.
+  // addNT adds A·Bᵀ. A is 16·M rows, from aRow on, of a tile in shared memory, and B is N rows, from bRow on, of
+  // another. Both tiles have D columns.
   template <typename T, int D> __device__ void addNT(uint32_t aTile, int aRow, uint32_t bTile, int bRow) {
     int lane = threadIdx.x % 32;
     int ar = aRow + lane % 16, br = bRow + lane % 8 + lane / 16 * 8;
@@ -84,8 +86,8 @@ template <int M, int N> struct Accumulator {
     }
   }
 
-  // Adds A·B, for A in registers and rows bRow... of a tile B with N columns. Once rounded, an
-  // accumulator has the register layout of an operand.
+  // addNN adds A·B. A is in registers: an accumulator, rounded here, has the register layout of an operand. B
+  // is K rows, from bRow on, of a tile in shared memory with N columns.
   template <typename T, int K> __device__ void addNN(const Accumulator<M, K> &a, uint32_t bTile, int bRow) {
     int lane = threadIdx.x % 32;
     int br = bRow + lane % 16;
@@ -110,8 +112,8 @@ template <int M, int N> struct Accumulator {
     }
   }
 
-  // Writes the accumulator, times a factor f[m][half] for each row, to rows row... of a tile with N
-  // columns.
+  // roundTo multiplies each row by its factor f[m][half], and writes the rounded results to a tile in shared
+  // memory with N columns, from the given row on.
   template <typename T> __device__ void roundTo(uint32_t tile, int row, const float (&f)[M][2]) const {
     int lane = threadIdx.x % 32;
 #pragma unroll

@@ -66,7 +66,7 @@ template <class T> struct RowSum {
     for (int j = 0; j < N; j++) sum += e.exp(p.get(j));
   }
 
-  // Combines the sums of all threads of the block, and leaves the result in each thread.
+  // reduce combines the sums of all threads of the block, and leaves the result in each thread.
   __device__ __forceinline__ void reduce() {
     float all = blockReduce<Max>(max);
     sum = blockReduce<Sum>(max == -INFINITY ? sum : sum * ratio(max, all));

@@ -25,8 +25,8 @@ __device__ inline void copyCommit() { asm volatile("cp.async.commit_group;"); }
 
 template <int N> __device__ inline void copyWait() { asm volatile("cp.async.wait_group %0;" ::"n"(N)); }
 
-// Starts copying Rows rows of one head. Rows from `rows` on and columns from headDim on become
-// zero.
+// loadTile starts copying Rows rows of one head to a tile. Rows from `rows` on and columns from headDim on
+// become zero.
 template <typename T, int D, int Rows, int Threads>
 __device__ inline void loadTile(uint32_t tile, const T *from, int64_t stride, int rows, int headDim) {
   constexpr int chunks = D / 8, step = Threads / chunks;
@@ -47,13 +47,13 @@ __device__ inline void loadWords(uint32_t *v, uint32_t address) {
                : "r"(address));
 }
 
-// Stores 16 bytes at once; the compiler would split an assignment into four stores.
+// storeWords stores 16 bytes at once. The compiler would split an assignment into four stores.
 __device__ inline void storeWords(void *to, const uint32_t (&v)[4]) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 
-// Writes Rows rows of a warp's tile in shared memory to global memory: 16 bytes per lane, whole
-// rows at a time.
+// storeRows copies Rows rows of a warp's tile in shared memory to global memory. Each lane moves 16 bytes
+// at a time, and adjacent lanes have adjacent chunks of a row.
 template <typename T, int D, int Rows>
 __device__ inline void storeRows(uint32_t tile, int tileRow, T *to, int64_t stride, int rows, int headDim) {
   constexpr int chunks = D / 8, step = 32 / chunks;
@@ -77,7 +77,7 @@ template <> __device__ inline uint32_t chunkAt<96>(uint32_t tile, int row, int c
   return tile + row * 192 + ((chunk ^ (row >> 1 & 3)) << 4);
 }
 
-// Like storeRows, for any number of columns.
+// storeResult does the same as storeRows, for any number of columns.
 template <typename T, int D, int Rows>
 __device__ inline void storeResult(uint32_t tile, int tileRow, T *to, int64_t stride, int rows, int headDim) {
   constexpr int chunks = D / 8;

@@ -7,8 +7,8 @@
 // (Ba, Kiros and Hinton, "Layer Normalization", 2016.) add is the gradient that reaches x on a path
 // around the norm.
 //
-// The mean has two parts. The first is the mean rounded to float. For numbers close to it, the difference from it is
-// exact in float, and the second part is the mean of these differences. Rows with a
+// The mean is the sum of two floats. The first is the mean rounded to float. For numbers close to it,
+// the difference from it is exact, and the second float is the mean of these differences. Rows with a
 // mean of 10⁷ and a deviation of 1 are therefore as precise as those around 0. The variance is the
 // mean square of x − first − second, and cannot be negative.
 //

@@ -25,9 +25,11 @@
 
 // ---- Forward ----
 
-// A thread has P packs. The fewer packs, the more compact is the memory that the GPU accesses at a
-// time. Launch: blockDim.x threads, whole warps, hold a row of up to blockDim.x·P·kVec elements, a
-// multiple of kVec. A block has blockDim.y rows, and at most kHeld threads.
+// A thread has P packs of a row. Few packs are better, because the rows that the GPU accesses at the
+// same time are then closer together in memory.
+//
+// Launch: blockDim.x threads, whole warps, hold a row of up to blockDim.x·P·kVec elements, a multiple
+// of kVec. A block has blockDim.y rows, and at most kHeld threads.
 template <class T, int P, bool kAdd, bool kFloat8>
 __device__ __forceinline__ void forwardHeld(f8* y8, float* scale8, T* y, float* rstd, T* sum, const T* x, const T* residual,
                                             const float* w, int64_t rows, int d, float eps, bool ascending) {

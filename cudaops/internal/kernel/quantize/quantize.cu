@@ -19,10 +19,11 @@
 
 // ---- Rows ----
 
-// Held is the position of a thread in the group that holds a row, with P packs each. The fewer
-// packs, the more compact is the memory that the GPU accesses at a time. Launch: blockDim.x
-// threads, whole warps, hold a row of up to blockDim.x·P·kVec elements, a multiple of kVec. A block
-// has blockDim.y rows, and at most kHeld threads.
+// Held is the position of a thread in the group that holds a row, with P packs each. Few packs are
+// better, because the rows that the GPU accesses at the same time are then closer together in memory.
+//
+// Launch: blockDim.x threads, whole warps, hold a row of up to blockDim.x·P·kVec elements, a multiple
+// of kVec. A block has blockDim.y rows, and at most kHeld threads.
 template <class T> struct Held {
   static constexpr int N = kVec<T>;
   int64_t row;

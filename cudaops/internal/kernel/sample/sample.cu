@@ -160,8 +160,9 @@ struct Part {
   __device__ __forceinline__ u64 weight(float logit) const { return weightOf(__fsub_rn(logit, largest), rule.scale); }
   __device__ __forceinline__ int bucket(float logit) const { return bucketOf(__fsub_rn(logit, largest), rule.scale); }
 
-  // count adds up the histogram of all blocks. binOf returns the bin of a logit, or -1. The histogram remains valid
-  // during the next count.
+  // tally computes a histogram of the row's tokens with a positive weight: each block counts its part in shared memory
+  // and adds that to the histogram in memory, and then waits for the other blocks. binOf returns the bin of a logit, or
+  // -1 to leave it out. The histogram remains valid during the next call of tally.
   template <class BinOf> __device__ __forceinline__ void tally(BinOf binOf) {
     for (int i = threadIdx.x; i < kBins; i += kThreads) histogram->weights[i] = 0, histogram->counts[i] = 0;
     __syncthreads();
@@ -184,16 +185,18 @@ struct Part {
     if (passes > 1) clear(passes - 2);
   }
 
-  // clear clears this block's share of an earlier histogram, which all blocks have read.
+  // clear sets this block's share of an earlier histogram to zero. All blocks must have read that histogram.
   __device__ __forceinline__ void clear(int pass) {
     const int of = pass % kHistograms;
     for (int i = blockIdx.x * kThreads + threadIdx.x; i < kBins; i += gridDim.x * kThreads)
       state->weights[of][i] = 0, state->counts[of][i] = 0;
   }
 
-  // find returns the bin of a histogram in which the sum of counts or weights, from the bin `first` on and in the
-  // direction `step`, reaches a target, and reduces the target by the bins before. passed adds up these bins. The
-  // target must not exceed the sum of all bins.
+  // find adds up the bins of the histogram of a pass, in ascending or descending order, until the sum of their counts or
+  // weights reaches a target, and returns the bin with which it does. It subtracts the bins before that one from the
+  // target, and adds them to passed. The target must not exceed the sum of all bins.
+  //
+  // A thread has `each` adjacent bins. The sum before them is a prefix sum over the lanes of a warp and over the warps.
   __device__ __forceinline__ int find(int pass, bool descending, bool byCount, u64* target, Amount* passed) {
     __shared__ Amount sums[kWarps], before;
     __shared__ u64 rest;
@@ -234,8 +237,9 @@ struct Part {
     return found;
   }
 
-  // cut keeps the most probable tokens with a total count or weight of at least the target. kept receives the weight
-  // of the kept tokens. Pass 0 must be the histogram of buckets, which `again` recomputes if it is no longer there.
+  // cut keeps as few of the most probable tokens as have a total count or weight of at least the target, and sets kept to
+  // their weight. Pass bucketPass must be the histogram of buckets. cut finds the bucket in which the target is reached,
+  // and then the logit in this bucket, 11, 11 and 10 bits at a time.
   __device__ __forceinline__ Cut cut(bool byCount, u64 target, int bucketPass, u64* kept) {
     Amount passed{0, 0};
     const int b = find(bucketPass, false, byCount, &target, &passed);
@@ -260,7 +264,7 @@ struct Part {
     return c;
   }
 
-  // sumOf returns the weight of all tokens of a histogram, and their number.
+  // sumOf returns the weight and the number of all tokens in the histogram of a pass.
   __device__ __forceinline__ Amount sumOf(int pass) {
     __shared__ Amount sums[kWarps];
     const int of = pass % kHistograms;
@@ -276,7 +280,8 @@ struct Part {
     return all;
   }
 
-  // certain returns the weight of a token that is kept regardless of ties, and adds 1 to *ties for one that is tied.
+  // certain returns the weight of a token that is kept whatever happens to tied tokens, and 0 for all others. For a tied
+  // token, it adds 1 to *ties.
   __device__ __forceinline__ u64 certain(const Cut& c, float logit, u32* ties) const {
     if (!c.all && logit == c.logit) {
       ++*ties;
@@ -286,7 +291,8 @@ struct Part {
     return w >= rule.minWeight ? w : 0;
   }
 
-  // pick draws the token and stores it if it is in this block.
+  // pick draws a token from those that the cut keeps. All blocks of the row compute which of them has it, and that block
+  // finds it in its part and stores it.
   __device__ __forceinline__ void pick(const Cut& c, int64_t* token) {
     __shared__ u64 above[kMostBlocks > kWarps ? kMostBlocks : kWarps];
     __shared__ u32 ties[kMostBlocks > kWarps ? kMostBlocks : kWarps];
@@ -294,7 +300,7 @@ struct Part {
     __shared__ u32 quota;
     __shared__ int owner;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    // A warp has consecutive tokens, so that sums of warps are sums of ranges of ids.
+    // Each warp has a range of consecutive ids, so that the sums of the warps before it are those of all smaller ids.
     const int each = (count + kWarps * kWarp - 1) / (kWarps * kWarp) * kWarp;
     const int from = min(warp * each, count), to = min(from + each, count);
     u64 own = 0;
@@ -342,7 +348,7 @@ struct Part {
     __syncthreads();
     if (owner != blockIdx.x) return;
 
-    // The same among the warps of this block.
+    // Find the warp that has the token in the same way as the block.
     if (threadIdx.x < kWarps) above[threadIdx.x] = ownAbove, ties[threadIdx.x] = ownTies;
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -385,7 +391,7 @@ struct Part {
   }
 };
 
-// load reads the block's part of the logits, and applies penalties and biases.
+// loadPart reads the block's part of the logits, and applies penalties and biases.
 template <class T>
 __device__ __forceinline__ void loadPart(Part& p, const T* logits, const Entry* entries, const int64_t* ids) {
   __shared__ int listed;
