@@ -275,6 +275,7 @@ func (d *driver) restore(adapter LoRA, params map[string]*tensor.Dense, moments 
 		return err
 	}
 
+	d.t.learning = nil // the moments may belong to slots that are frozen by now
 	for _, p := range next.Params {
 		if to := d.t.Model.Param(p.Name); to != p.Value {
 			copyNumbers(to, p.Value)
