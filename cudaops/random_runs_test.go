@@ -40,13 +40,14 @@ func (s *scope) close() {
 	s.cleanups = nil
 }
 
-// fakeMachine returns a machine that computes random runs on the fake driver, each on a new device.
+// fakeMachine returns a machine that computes random runs on the fake driver, each on a new device. The fake kernels
+// of adapters support no options for gradients.
 func fakeMachine(t *testing.T, opts ...cudaops.MachineOption) runtest.Device {
 	faults := []string{"cuMemAlloc", "cuMemAlloc", "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync",
 		"cuStreamSynchronize", "cuLaunchKernel"}
 	return runtest.Device{
 		Name: t.Name(),
-		Limits: runtest.Limits{Bases: []string{"bf16", "f8", "nf4"}, Listening: true, Ranks: 3,
+		Limits: runtest.Limits{Bases: []string{"bf16", "f8", "nf4"}, Adapters: len(opts) == 0, Listening: true, Ranks: 3,
 			Faults: faults},
 		RanksDiffer: true,
 		Ranks: func(n int, f func(rank int, build runtest.Build) error) []error {

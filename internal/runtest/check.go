@@ -298,11 +298,7 @@ func (k *checker) callbacks() {
 
 // resumes resumes the run after a step.
 func (k *checker) resumes(p Resume) {
-	step := min(p.Step, k.straight.tr.Step()-1)
-	for step > 0 && k.straight.files[step] == "" {
-		step-- // a step that diverges cannot be saved
-	}
-	path := k.straight.files[step]
+	path, step := k.straight.fileBefore(min(p.Step, k.straight.tr.Step()-1))
 	what := fmt.Sprintf("a run resumed after step %d by a %s trainer", step, p.Into)
 	r := k.resumer(p.Into, path, what)
 	var opts []llm.ResumeOption

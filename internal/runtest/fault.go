@@ -254,12 +254,9 @@ func (k *checker) goesOn(r *rig, what string, cause error) {
 	again := r.run()
 	more := fmt.Sprintf("%s (%.150v): run again", what, cause)
 	if again != nil && resumeFirst(again) {
-		from := min(step, len(k.straight.files)-1)
-		for from > 0 && k.straight.files[from] == "" {
-			from--
-		}
+		path, from := k.straight.fileBefore(min(step, len(k.straight.files)-1))
 		more = fmt.Sprintf("%s (%.150v): the same trainer, resumed at step %d", what, cause, from)
-		k.must(Unharmed, more, r.resume(k.straight.files[from], from, true))
+		k.must(Unharmed, more, r.resume(path, from, true))
 		again = r.run()
 		k.ended("the same trainer resumes")
 	} else {
@@ -282,8 +279,7 @@ func resumeFirst(err error) bool {
 // faultOfResume makes a call fail while a checkpoint is read.
 func (k *checker) faultOfResume() {
 	f, c := k.Fault, k.faultCase()
-	step := min(int(f.At*float64(k.straight.tr.Step()+1)), k.straight.tr.Step())
-	path := k.straight.files[step]
+	path, step := k.straight.fileBefore(min(int(f.At*float64(k.straight.tr.Step()+1)), k.straight.tr.Step()))
 	_, inside := math.Modf(f.At * 97)
 	prepared := func() *rig {
 		r := k.rig(c, nil)

@@ -16,6 +16,7 @@ import (
 type Limits struct {
 	Float64   bool     // models of float64
 	Bases     []string // types of frozen matrices
+	Adapters  bool     // low-rank adapters
 	Optimizer bool     // optimizers that wrap the ones of package optim
 	Ranks     int      // the most
 	Listening bool     // access to gradients, for directed LoRA
@@ -166,10 +167,10 @@ func (g *generator) data() {
 // tuning chooses the parameters that learn, and how the others are stored.
 func (g *generator) tuning() {
 	t := &g.Tuning
-	switch g.IntN(4) {
-	case 0, 1:
+	switch i := g.IntN(4); {
+	case i < 2 && g.limits.Adapters:
 		t.Adapter = g.adapter()
-	case 2:
+	case i == 2:
 		t.Seeds, t.Rank = pick(g, "LowRank", "ChunkMLP"), 1+g.IntN(3)
 	}
 
@@ -582,8 +583,11 @@ func (g *generator) checks() {
 	g.Replay = g.Growth != nil && g.chance(4)
 	if g.chance(3) {
 		for _, i := range g.Perm(len(callbackNames))[:1+g.IntN(2)] {
-			if callbackNames[i] != "evaluate" || !g.Parts.evaluates() { // parts would receive its results
-				g.Callbacks = append(g.Callbacks, callbackNames[i])
+			switch b := callbackNames[i]; {
+			case b == "evaluate" && g.Parts.evaluates(): // parts would receive its results
+			case b == "save" && g.Tuning.Base != "": // Model.Save refuses compact matrices
+			default:
+				g.Callbacks = append(g.Callbacks, b)
 			}
 		}
 	}

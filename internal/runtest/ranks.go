@@ -19,8 +19,8 @@ import (
 func CPU() Device {
 	return Device{Name: "CPU", Ranks: cpuRanks,
 		Open: func() (*Session, error) { return &Session{Engine: llm.CPUEngine()}, nil },
-		Limits: Limits{Float64: true, Bases: []string{"bf16", "f8", "nf4", "q8_0"}, Optimizer: true, Ranks: 3,
-			Listening: true}}
+		Limits: Limits{Float64: true, Bases: []string{"bf16", "f8", "nf4", "q8_0"}, Adapters: true, Optimizer: true,
+			Ranks: 3, Listening: true}}
 }
 
 // patience is a generous time for the ranks of one process to connect.

@@ -258,8 +258,8 @@ func (r *rig) callbacks() {
 					return nil
 				}
 				_, _, err := t.Evaluate(r.texts.heldOut)
-				if errors.Is(err, llm.ErrDiverged) {
-					return nil // the next step reports it
+				if errors.Is(err, llm.ErrDiverged) || errors.Is(err, llm.ErrStopped) {
+					return nil // the run reports it
 				}
 				return err
 			})
@@ -647,6 +647,14 @@ func (r *rig) save() ([]byte, error) {
 		return nil, err
 	}
 	return os.ReadFile(path)
+}
+
+// fileBefore returns the last file that was saved after a step or before it. A step that diverges cannot be saved.
+func (r *rig) fileBefore(step int) (path string, saved int) {
+	for step > 0 && r.files[step] == "" {
+		step--
+	}
+	return r.files[step], step
 }
 
 func (r *rig) close() error { return r.tr.Close() }

@@ -56,7 +56,7 @@ func randomRunsOn(t *testing.T, m runtest.Device, plan runtest.Plan) {
 // machineOf describes a GPU in a precision, and a second one if available.
 func machineOf(t *testing.T, device *cudaops.Device, p cudaops.Precision) runtest.Device {
 	m := runtest.Device{Name: p.String() + " on " + device.Name(), RanksDiffer: true,
-		Limits: runtest.Limits{Bases: []string{"bf16", "f8", "nf4"}, Listening: true},
+		Limits: runtest.Limits{Bases: []string{"bf16", "f8", "nf4"}, Adapters: true, Listening: true},
 		Open: func() (*runtest.Session, error) {
 			return &runtest.Session{Engine: gpu.Engine(device, p)}, nil
 		},
