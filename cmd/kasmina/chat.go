@@ -15,6 +15,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kasmina-go/kasmina/internal/stoptext"
 	"github.com/kasmina-go/kasmina/llm/grammar"
 	"github.com/kasmina-go/kasmina/llm/sampler"
 	"github.com/kasmina-go/kasmina/llm/serve"
@@ -28,7 +29,7 @@ type chatOptions struct {
 
 func init() {
 	flagRules["chat"] = map[string]rule{"model": always, "adapter": always, "system": always, "n": always, "device": always, "precision": always,
-		"temperature": always, "top-k": checkedLater, "top-p": checkedLater, "seed": checkedLater, "json-schema": always, "lookup": always}
+		"temperature": always, "top-k": checkedLater, "top-p": checkedLater, "seed": checkedLater, "json-schema": always, "stop": always, "lookup": always}
 }
 
 func newChat() *cobra.Command { return new(chatOptions).command() }
@@ -87,7 +88,7 @@ func (o *chatOptions) run(c *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	t := &talk{model: m, matcher: matcher, system: o.system, n: o.n, sampling: how, out: c.OutOrStdout(), err: c.ErrOrStderr()}
+	t := &talk{model: m, matcher: matcher, system: o.system, stops: o.stops, n: o.n, sampling: how, out: c.OutOrStdout(), err: c.ErrOrStderr()}
 	if m.Template == nil {
 		if o.system != "" {
 			return fmt.Errorf("--system needs a chat template, and the model has none that can be used: %w",
@@ -103,7 +104,8 @@ type talk struct {
 	model    *serve.Model
 	matcher  *grammar.Matcher // of the answers, or nil
 	system   string
-	n        int // largest number of tokens of an answer
+	stops    []string // texts before which an answer ends
+	n        int      // largest number of tokens of an answer
 	sampling sampler.Config
 	out, err io.Writer
 
@@ -190,9 +192,9 @@ func (t *talk) answer(ctx context.Context, text string) error {
 	}
 
 	var answer strings.Builder
-	write := func(text []byte) error {
-		answer.Write(text)
-		_, err := t.out.Write(text)
+	write := func(text string) error {
+		answer.WriteString(text)
+		_, err := io.WriteString(t.out, text)
 		return err
 	}
 	defer func() { t.messages = append(t.messages, talkMessage{"assistant", answer.String()}) }()
@@ -208,6 +210,7 @@ func (t *talk) answer(ctx context.Context, text string) error {
 		draw.Constrain(t.matcher.New())
 	}
 
+	cutter := stoptext.Cutter{Stops: t.stops}
 	n := min(t.n, t.model.Context-len(prompt))
 	drawn := 0
 	for id, err := range t.model.Generator.Generate(ctx, prompt, n, draw) {
@@ -221,7 +224,8 @@ func (t *talk) answer(ctx context.Context, text string) error {
 		if err != nil {
 			return err
 		}
-		if err := write(text); err != nil {
+		released, _, found := cutter.Add(string(text))
+		if err := write(released); err != nil || found {
 			return err
 		}
 	}
@@ -229,7 +233,8 @@ func (t *talk) answer(ctx context.Context, text string) error {
 	if drawn == n && n < t.n {
 		fmt.Fprint(t.err, "\nnote      the conversation fills the model's context: older messages will be left out")
 	}
-	return write(decoder.Flush())
+	released, _, _ := cutter.Add(string(decoder.Flush()))
+	return write(released + cutter.Rest())
 }
 
 // prompt returns the tokens of the conversation. To leave room for an answer, it drops the oldest messages

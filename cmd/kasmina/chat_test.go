@@ -90,6 +90,16 @@ func TestChat(t *testing.T) {
 	}
 	require.Less(t, len(talk.messages), 12)
 
+	// A stop text ends an answer, and is not part of it.
+	talk, _, out = newTalk(t, 1000)
+	talk.stops = []string{"ye"}
+	require.NoError(t, talk.run(t.Context(), strings.NewReader("one\n")))
+	require.Equal(t, "A\n", out.String())
+	require.Equal(t, "A", talk.messages[1].Content)
+	talk.stops = []string{"yes"} // only its start
+	require.NoError(t, talk.run(t.Context(), strings.NewReader("two\n")))
+	require.Equal(t, "A\nAye\n", out.String())
+
 	// A message that is too long is rejected, and the conversation goes on.
 	talk, p, out = newTalk(t, 100)
 	require.NoError(t, talk.run(t.Context(), strings.NewReader(strings.Repeat("long ", 100)+"\nshort\n")))

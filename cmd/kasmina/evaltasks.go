@@ -139,11 +139,9 @@ func (o *evalOptions) evalTasks(c *cobra.Command) (err error) {
 func (o *evalOptions) openTasks(f *hf.Folder) (all []*tasks.Task, err error) {
 	options := tasks.Options{FewShot: o.fewShot, Limit: o.limit}
 	if o.chat {
-		template, err := f.Template()
-		if errors.Is(err, chat.ErrNoTemplate) {
-			return nil, fmt.Errorf("--chat: the model %s has no chat template: leave --chat out", f.Name())
-		} else if err != nil {
-			return nil, fmt.Errorf("--chat: %w", err)
+		template, err := chatTemplate(f)
+		if err != nil {
+			return nil, err
 		}
 		options.Chat = func(m []chat.Message) (string, error) {
 			return template.Render(m, chat.Options{AddGenerationPrompt: true})

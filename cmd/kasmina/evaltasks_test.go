@@ -81,4 +81,6 @@ func TestEvalTasksRefuses(t *testing.T) {
 	require.NoError(t, os.Remove(filepath.Join(base, "chat_template.jinja")))
 	_, err := kasmina(t, "eval", "-m", base, "--device", "cpu", "--tasks", piqa, "--chat")
 	require.ErrorContains(t, err, "--chat: the model base has no chat template: leave --chat out")
+	_, err = kasmina(t, "generate", "-m", base, "--device", "cpu", "-p", "a", "--chat")
+	require.ErrorContains(t, err, "--chat: the model base has no chat template: leave --chat out")
 }

@@ -268,6 +268,8 @@ var effects = map[string]effect{
 		"generate -m TINY -p a -n 30 -t 9 --top-p 0"},
 	"generate --seed": {"generate -m TINY -p a -n 30 -t 9", "generate -m TINY -p a -n 30 -t 9 --seed 2"},
 
+	"generate --stop":        {"generate -m TINY -p a -n 9", "generate -m TINY -p a -n 9 --stop="},
+	"chat --stop":            {"chat -m TINY", "chat -m TINY --stop="},
 	"generate --json-schema": {"generate -m TINY -p a -n 9", "generate -m TINY -p a -n 9 --json-schema PIQA"},
 	"chat --json-schema":     {"chat -m TINY", "chat -m TINY --json-schema none"},
 	"chat --model":           {"chat -m TINY", "chat --model none"},

@@ -11,6 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kasmina-go/kasmina/internal/stoptext"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/grammar"
 	"github.com/kasmina-go/kasmina/llm/hf"
@@ -29,12 +30,13 @@ type generateOptions struct {
 	seed        uint64
 	chat        bool
 	schema      string // file
+	stops       []string
 }
 
 func init() {
 	flagRules["generate"] = map[string]rule{"model": always, "adapter": always, "prompt": always, "n": always, "chat": always, "device": always,
 		"precision": always, "temperature": always, "top-k": checkedLater, "top-p": checkedLater, "seed": checkedLater,
-		"json-schema": always, "lookup": always}
+		"json-schema": always, "stop": always, "lookup": always}
 }
 
 func newGenerate() *cobra.Command { return new(generateOptions).command() }
@@ -48,7 +50,8 @@ func (o *generateOptions) command() *cobra.Command {
 --model can also be a folder of adapters, if the folder contains the path of their model.
 
 The prompt and the generated text are written to standard output, token by token, and nothing else is.
-With --chat, only the answer is written. The text ends after --n tokens, or at an end-of-text token.`,
+With --chat, only the answer is written. The text ends after --n tokens, at an end-of-text token,
+or before a --stop text.`,
 		Args:              noArguments,
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(c *cobra.Command, args []string) error { return o.run(c) },
@@ -79,6 +82,7 @@ func (o *generateOptions) samplingFlags(c *cobra.Command, n int) {
 		"draw from the most likely tokens that together reach this probability; 0 selects the most likely token; "+
 			"-1 uses generation_config.json")
 	f.Uint64VarP(&o.seed, "seed", "s", 1, "random seed")
+	f.StringArrayVar(&o.stops, "stop", nil, "`text` before which the generated text ends; can be given several times")
 	f.StringVar(&o.schema, "json-schema", "", "`file` with a JSON schema that the generated text must match")
 }
 
@@ -198,6 +202,8 @@ func (o *generateOptions) check() error {
 		return fmt.Errorf("--top-k is %d, want at least 0", o.topK)
 	case o.topP != automatic && !(o.topP >= 0 && o.topP <= 1):
 		return fmt.Errorf("--top-p is %v, want 0 to 1", o.topP)
+	case slices.Contains(o.stops, ""):
+		return errors.New("--stop is empty: give a text, or leave it out")
 	}
 
 	return o.checkLookup()
@@ -224,7 +230,7 @@ func (o *generateOptions) readPrompt(stdin io.Reader) error {
 	return nil
 }
 
-// write prints the prompt, followed by each token as it is drawn, up to an end-of-text token.
+// write prints the prompt, followed by each token as it is drawn, up to an end-of-text token or a stop text.
 func (o *generateOptions) write(c *cobra.Command, drawn iter.Seq2[int, error],
 	d *tokenizers.Decoder, prompt []int, shown string, end []int) error {
 	// Some tokenizers drop the space of a text's first token, so the decoder must process the prompt as
@@ -237,6 +243,7 @@ func (o *generateOptions) write(c *cobra.Command, drawn iter.Seq2[int, error],
 		return err
 	}
 
+	cutter := stoptext.Cutter{Stops: o.stops}
 	for id, err := range drawn {
 		if err != nil {
 			return err
@@ -248,12 +255,18 @@ func (o *generateOptions) write(c *cobra.Command, drawn iter.Seq2[int, error],
 		if err != nil {
 			return err
 		}
-		if _, err := c.OutOrStdout().Write(text); err != nil {
+		released, _, found := cutter.Add(string(text))
+		if _, err := io.WriteString(c.OutOrStdout(), released); err != nil {
+			return err
+		}
+		if found {
+			_, err := fmt.Fprintln(c.OutOrStdout())
 			return err
 		}
 	}
 
-	_, err := fmt.Fprintf(c.OutOrStdout(), "%s\n", d.Flush())
+	released, _, _ := cutter.Add(string(d.Flush()))
+	_, err := fmt.Fprintf(c.OutOrStdout(), "%s%s\n", released, cutter.Rest())
 	return err
 }
 
@@ -303,10 +316,22 @@ func (o *generateOptions) checkSampling(c *cobra.Command, s sampler.Config) erro
 
 // message renders the prompt with the chat template of a folder.
 func (o *generateOptions) message(f *hf.Folder) (string, error) {
-	t, err := f.Template()
+	t, err := chatTemplate(f)
 	if err != nil {
-		return "", fmt.Errorf("--chat: %w", err)
+		return "", err
 	}
 	return t.Render([]chat.Message{{Role: "user", Content: o.prompt}},
 		chat.Options{AddGenerationPrompt: true})
+}
+
+// chatTemplate returns the chat template of a folder, for --chat.
+func chatTemplate(f *hf.Folder) (*chat.Template, error) {
+	t, err := f.Template()
+	switch {
+	case errors.Is(err, chat.ErrNoTemplate):
+		return nil, fmt.Errorf("--chat: the model %s has no chat template: leave --chat out", f.Name())
+	case err != nil:
+		return nil, fmt.Errorf("--chat: %w", err)
+	}
+	return t, nil
 }

@@ -148,3 +148,22 @@ func TestLookupFlag(t *testing.T) {
 		require.Equal(t, want, got)
 	}
 }
+
+// TestStopText checks that generated text ends before a stop text, and that the prompt may contain it.
+func TestStopText(t *testing.T) {
+	args := []string{"generate", "--model", tiny, "-p", "Permission is", "-n", "30", "-t", "0"}
+	whole, err := kasmina(t, args...)
+	require.NoError(t, err)
+	text := strings.TrimSuffix(strings.TrimPrefix(whole, "Permission is"), "\n")
+	stop := text[5:8]
+	before, _, _ := strings.Cut(text, stop)
+
+	got, err := kasmina(t, append(args, "--stop", stop, "--stop", "never", "--stop", "Permission is")...)
+	require.NoError(t, err)
+	require.Equal(t, "Permission is"+before+"\n", got)
+	got, err = kasmina(t, append(args, "--stop", text+"!")...)
+	require.NoError(t, err)
+	require.Equal(t, whole, got)
+	_, err = kasmina(t, append(args, "--stop=")...)
+	require.ErrorContains(t, err, "--stop is empty")
+}

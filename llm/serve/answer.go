@@ -5,10 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 
+	"github.com/kasmina-go/kasmina/internal/stoptext"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/grammar"
 	"github.com/kasmina-go/kasmina/llm/sampler"
@@ -183,7 +183,7 @@ func (s *Server) answer(ctx context.Context, j *job, i int, emit func(piece) err
 
 	var cached atomic.Int64
 	ctx = llm.WithReuse(ctx, &cached)
-	out := &output{job: j, emit: emit, cutter: cutter{stops: j.stop}, calls: j.finder()}
+	out := &output{job: j, emit: emit, cutter: stoptext.Cutter{Stops: j.stop}, calls: j.finder()}
 	switch {
 	case j.matcher != nil: // which permits no reasoning
 		out.think.part = answering
@@ -240,7 +240,7 @@ var errStopped = errors.New("the answer has ended")
 type output struct {
 	*job
 	emit   func(piece) error
-	cutter cutter
+	cutter stoptext.Cutter
 	think  thinkFinder
 	calls  finder
 
@@ -265,7 +265,7 @@ func (o *output) write(text []byte) error {
 	}
 
 	o.written += len(text)
-	released, stop, found := o.cutter.add(string(text))
+	released, stop, found := o.cutter.Add(string(text))
 	o.released += len(released)
 	if err := o.release(released); err != nil {
 		return err
@@ -336,7 +336,7 @@ func (o *output) send(p piece) error {
 func (o *output) finish(end ending) error {
 	end.stopText = o.stopText
 	if !o.stopped {
-		rest := o.cutter.held
+		rest := o.cutter.Rest()
 		o.released = o.written + 1 // includes tokens without text
 		if err := o.release(rest); err != nil && !errors.Is(err, errStopped) {
 			return err
@@ -367,42 +367,4 @@ func (o *output) finish(end ending) error {
 		end.reason = endTools
 	}
 	return o.emit(piece{end: &end})
-}
-
-// A cutter ends a text before the first stop text.
-type cutter struct {
-	stops []string
-	held  string // a possible start of a stop text
-}
-
-// add returns the text that is certainly before any stop text. If the text contains one, found is true
-// and the rest of the text is dropped.
-func (c *cutter) add(text string) (released, stop string, found bool) {
-	text = c.held + text
-	at := len(text)
-	for _, s := range c.stops {
-		if i := strings.Index(text, s); i >= 0 && (i < at || i == at && len(s) > len(stop)) {
-			at, stop, found = i, s, true
-		}
-	}
-	if found {
-		c.held = ""
-		return text[:at], stop, true
-	}
-
-	for _, s := range c.stops {
-		at = min(at, len(text)-overlap(text, s))
-	}
-	c.held = text[at:]
-	return text[:at], "", false
-}
-
-// overlap returns the length of the longest proper prefix of s that is a suffix of the text.
-func overlap(text, s string) int {
-	for n := min(len(text), len(s)-1); n > 0; n-- {
-		if strings.HasSuffix(text, s[:n]) {
-			return n
-		}
-	}
-	return 0
 }

@@ -3,6 +3,7 @@ package serve
 import (
 	"strings"
 
+	"github.com/kasmina-go/kasmina/internal/stoptext"
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
 )
 
@@ -50,7 +51,7 @@ func (f *thinkFinder) add(text string) (reasoning, answer string) {
 		before, after, found := strings.Cut(f.held, thinkEnd)
 		if !found {
 			// Keep white space back, which may end the reasoning.
-			whole := before[:len(before)-overlap(before, thinkEnd)]
+			whole := before[:len(before)-stoptext.Overlap(before, thinkEnd)]
 			reasoning = strings.TrimRight(whole, whiteSpace)
 			f.held = f.held[len(reasoning):]
 			return reasoning, ""

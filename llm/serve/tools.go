@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/kasmina-go/kasmina/internal/stoptext"
 	"github.com/kasmina-go/kasmina/llm/tokenizer/chat"
 )
 
@@ -100,7 +101,7 @@ func (f *callFinder) add(text string) (parts []piece) {
 	}
 
 	// Keep white space back, which may separate the text from a call.
-	rest := f.held[:len(f.held)-overlap(f.held, callBegin)]
+	rest := f.held[:len(f.held)-stoptext.Overlap(f.held, callBegin)]
 	rest = strings.TrimRight(rest, whiteSpace)
 	if rest != "" {
 		parts, f.called = append(parts, piece{text: rest}), false
