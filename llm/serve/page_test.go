@@ -32,8 +32,11 @@ func eval[T any](w *window, expression string) T {
 // sees waits until a condition holds on the page.
 func (w *window) sees(condition string) {
 	w.Helper()
-	require.Eventually(w, func() bool { return eval[bool](w, condition) }, patience, 50*time.Millisecond,
-		"%s, but the page says %s", condition, eval[string](w, "document.body.innerText"))
+	for began := time.Now(); !eval[bool](w, condition); time.Sleep(50 * time.Millisecond) {
+		if time.Since(began) > patience {
+			w.Fatalf("%s, but the page says %s", condition, eval[string](w, "document.body.innerText"))
+		}
+	}
 }
 
 // screenshots is the folder for pictures of the page.
@@ -218,4 +221,44 @@ func TestPageViews(t *testing.T) {
 			}
 		}
 	}
+}
+
+// TestPageForgets checks that a conversation goes on without its oldest messages once it fills the model's context.
+func TestPageForgets(t *testing.T) {
+	var prompt string
+	f := &fake{script: func(p []int) []int {
+		text, _ := tok.Decode(p)
+		prompt = string(text)
+		if strings.HasSuffix(prompt, "forever\nassistant: ") {
+			return bytewise("x")[:1]
+		}
+		return says("ok")
+	}}
+	c := serve(t, f, Options{}) // with a context of 128 tokens
+	w := &window{browsertest.Open(t, 700, 700)}
+	w.Do(chromedp.Navigate(c.url))
+	w.sees(`document.querySelector("h1").textContent === "tiny"`)
+
+	first, second := strings.Repeat("y", 60), strings.Repeat("z", 60)
+	w.says(first)
+	w.sees(answered("ok"))
+	w.says(second)
+	w.sees(`document.querySelectorAll(".assistant").length === 2 && ` + answered("ok"))
+	require.Equal(t, "user: "+second+"\nassistant: ", prompt)
+	w.sees(`document.querySelectorAll(".note").length === 1 && document.querySelector(".note").textContent.includes("left out")`)
+
+	// An answer that fills the context leaves no room for another one.
+	w.says("forever")
+	w.sees(`document.querySelectorAll(".note").length >= 2 && document.querySelector("#stop").hidden`)
+	w.says("again")
+	w.sees(`document.querySelectorAll(".assistant").length === 4 && ` + answered("ok"))
+	require.NotContains(t, prompt, second)
+	require.True(t, strings.HasSuffix(prompt, "user: again\nassistant: "), prompt)
+	w.picture("forgotten")
+	w.Accessible("a conversation without its oldest messages")
+
+	// A message that is too long itself is rejected.
+	eval[bool](w, `document.querySelector("#input").value = "w".repeat(200); true`)
+	w.Do(chromedp.Click(chromedp.CSS("#send")))
+	w.sees(`document.querySelector("#error").textContent.includes("shorten the prompt") && document.querySelector("#stop").hidden`)
 }

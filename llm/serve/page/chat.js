@@ -16,12 +16,13 @@ function fail(text) {
   $("error").hidden = !text;
 }
 
-// problem returns the message of an answer that is an error.
+// problem returns the message and the code of an answer that is an error.
 async function problem(response) {
   try {
-    return (await response.json()).error.message;
+    const {message, code} = (await response.json()).error;
+    return {message, code};
   } catch {
-    return `The server answered with the status ${response.status}.`;
+    return {message: `The server answered with the status ${response.status}.`};
   }
 }
 
@@ -33,7 +34,7 @@ async function connect() {
       fail(sessionStorage.getItem("key") ? "This API key is wrong." : "The server needs an API key.");
       return;
     }
-    if (!response.ok) throw new Error(await problem(response));
+    if (!response.ok) throw new Error((await problem(response)).message);
     models = (await response.json()).data;
     $("models").replaceChildren(...models.map(m => new Option(m.id)));
     $("models").hidden = models.length === 1;
@@ -65,6 +66,7 @@ function note(text) {
   p.className = "note";
   p.textContent = text;
   $("messages").append(p);
+  return p;
 }
 
 // events yields the data of a stream of server-sent events.
@@ -103,10 +105,18 @@ async function answer(text) {
   const bubble = show("assistant", "");
   let all = "", reasoning = null, ending = "";
   try {
-    const [path, body] = request(text);
-    const response = await fetch(path, {method: "POST", headers: headers(), body: JSON.stringify(body), signal: answering.signal});
-    if (response.status === 401) $("key-form").hidden = false;
-    if (!response.ok) throw new Error(await problem(response));
+    let response, forgotten = false;
+    for (;;) {
+      const [path, body] = request(text);
+      response = await fetch(path, {method: "POST", headers: headers(), body: JSON.stringify(body), signal: answering.signal});
+      if (response.ok) break;
+      if (response.status === 401) $("key-form").hidden = false;
+      const {message, code} = await problem(response);
+      if (!chats || code !== "context_length_exceeded" || messages.length === 1) throw new Error(message);
+      messages.splice(0, 2); // a message and its answer
+      forgotten = true;
+    }
+    if (forgotten) bubble.before(note("The conversation is longer than the model's context, so its oldest messages are left out."));
     for await (const event of events(response.body)) {
       if (event.error) throw new Error(event.error.message);
       const choice = event.choices[0];
@@ -121,7 +131,10 @@ async function answer(text) {
         if (follow) bubble.scrollIntoView({block: "end"});
       }
       ending = choice.finish_reason || ending;
-      if (ending === "length") note("The answer ends here because it has reached its limit or filled the model's context.");
+      if (choice.finish_reason === "length") {
+        note(chats ? "The answer ends here because the model's context is full. From now on, the oldest messages are left out." :
+          "The answer ends here because it has reached its limit or filled the model's context.");
+      }
     }
   } catch (e) {
     if (e.name !== "AbortError") fail(e.message);
@@ -129,6 +142,7 @@ async function answer(text) {
   if (all || ending) {
     messages.push({role: "assistant", content: all});
     if (!all && ending === "stop" && messages === conversation) note("The model ended its answer at once.");
+    if (chats && ending === "length") messages.splice(0, 2 * Math.ceil(messages.length / 4)); // makes room for the next answer
   } else { // nothing has been said, so the message can be sent again
     message.remove();
     bubble.remove();
