@@ -45,7 +45,8 @@ func (o *dataCheck) command() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "check FILE --model DIR",
 		Short: "Show a data file as the model sees it, and list every problem",
-		Long: `Show a file of JSON Lines as the model sees it, and list every problem with its location.
+		Long: `Show a file of JSON Lines, or a parquet file, as the model sees it, and list every problem with its
+location.
 
 Each line is a JSON object with one of
 
@@ -53,6 +54,8 @@ Each line is a JSON object with one of
   {"prompt": "...", "completion": "..."}
   {"text": "..."}
   {"prompt": "...", "chosen": "...", "rejected": "..."}
+
+A parquet file has columns with these names, and rows instead of lines. Other columns are not read.
 
 Conversations are rendered with the model's chat template. The model learns the assistant's words and
 the token that ends each of its turns. On a terminal those tokens are green, and the shade changes from
@@ -87,21 +90,6 @@ type checked struct {
 	Warnings  int `json:"warnings"`
 }
 
-// openExamples opens a file of examples and returns its size.
-func openExamples(path string) (file *os.File, size int64, err error) {
-	if file, err = os.Open(path); err != nil {
-		return nil, 0, err
-	}
-	info, err := file.Stat()
-	if err == nil && info.IsDir() {
-		err = fmt.Errorf("%s is a folder: name a file of JSON Lines", path)
-	}
-	if err != nil {
-		return nil, 0, errors.Join(err, file.Close())
-	}
-	return file, info.Size(), nil
-}
-
 func (o *dataCheck) run(c *cobra.Command, path string) error {
 	if o.show < 0 || o.listing < 0 || o.seq < 0 {
 		return errors.New("--seq, --show and --list must not be negative")
@@ -112,18 +100,8 @@ func (o *dataCheck) run(c *cobra.Command, path string) error {
 		return err
 	}
 
-	file, size, err := openExamples(path)
-	if err != nil {
-		return err
-	}
-	defer file.Close()
-
 	at, erase := bar(c.ErrOrStderr(), "checking", true)
-	counted := &countingReader{r: file}
-	report, err := e.Check(counted, path, func(int) error {
-		at(counted.n, size)
-		return c.Context().Err()
-	})
+	report, err := e.Check(chatdata.ReadFile(path, at), path, func(int) error { return c.Context().Err() })
 	erase()
 	if err != nil {
 		return err
@@ -182,7 +160,7 @@ func (o *dataCheck) encoder() (*chatdata.Encoder, error) {
 // print writes the report.
 func (o *dataCheck) print(w io.Writer, e *chatdata.Encoder, r *chatdata.Report, color bool) {
 	for i, s := range r.Sequences[:min(o.show, len(r.Sequences))] {
-		fmt.Fprintf(w, "%s:%d (%d tokens, %d learned)\n", s.File, s.Line, len(s.IDs), s.Learned())
+		fmt.Fprintf(w, "%s (%d tokens, %d learned)\n", s.Location(), len(s.IDs), s.Learned())
 		if color {
 			fmt.Fprintln(w, colored(e, s))
 		} else {
@@ -284,18 +262,6 @@ func colored(e *chatdata.Encoder, s chatdata.Sequence) string {
 	}
 
 	return text.String()
-}
-
-// countingReader counts the bytes that are read.
-type countingReader struct {
-	r io.Reader
-	n int64
-}
-
-func (c *countingReader) Read(p []byte) (int, error) {
-	n, err := c.r.Read(p)
-	c.n += int64(n)
-	return n, err
 }
 
 func isTerminal(w io.Writer) bool {

@@ -54,3 +54,41 @@ func TestDataCheck(t *testing.T) {
 	_, err = kasmina(t, "data", "check", filepath.Join(t.TempDir(), "none"), "--model", tiny)
 	require.ErrorIs(t, err, os.ErrNotExist)
 }
+
+// TestParquetCommands checks that the commands give a parquet file the results of a file of JSON Lines with the same
+// examples, and that problems name its rows.
+func TestParquetCommands(t *testing.T) {
+	folder := filepath.Join("..", "..", "llm", "chatdata", "testdata", "parquet")
+	lines, table := filepath.Join(folder, "completions.jsonl"), filepath.Join(folder, "completions.parquet")
+
+	want, err := kasmina(t, "data", "check", lines, "--model", tiny)
+	require.NoError(t, err)
+	have, err := kasmina(t, "data", "check", table, "--model", tiny)
+	require.NoError(t, err)
+	require.Contains(t, have, table+", row 1 (")
+	places := strings.NewReplacer(table+", row ", "FILE ", lines+":", "FILE ", "to row ", "to ", "to line ", "to ")
+	require.Equal(t, places.Replace(want), places.Replace(have))
+
+	tune := func(path string) ([]byte, tuned) {
+		dir := filepath.Join(t.TempDir(), "out")
+		out, err := kasmina(t, finetuneArgs(path, dir, "--keep", path, "--forget", "10", "--steps", "4")...)
+		require.NoError(t, err)
+		adapter, err := os.ReadFile(filepath.Join(dir, "adapter_model.safetensors"))
+		require.NoError(t, err)
+		return adapter, lastLine(t, out)
+	}
+	adapter, result := tune(lines)
+	adapter2, result2 := tune(table)
+	require.Equal(t, adapter, adapter2)
+	require.Equal(t, *result.ValLoss, *result2.ValLoss)
+	require.Equal(t, *result.KeepLoss, *result2.KeepLoss)
+
+	out := filepath.Join(t.TempDir(), "out")
+	bad := filepath.Join(folder, "bytes.parquet")
+	_, err = kasmina(t, finetuneArgs(bad, out)...)
+	require.ErrorContains(t, err, bad+`, row 2: the column "text" has bytes that are not UTF-8`)
+	require.ErrorContains(t, err, "3 problems, and nothing was trained")
+	_, err = kasmina(t, finetuneArgs(writeTuning(t, 10), out, "--keep", bad)...)
+	require.ErrorContains(t, err, "--keep: "+bad+" has 3 problems")
+	require.NoDirExists(t, out)
+}

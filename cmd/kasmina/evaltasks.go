@@ -37,7 +37,7 @@ type evalOptions struct {
 // taskFlags adds the options of eval that concern tasks.
 func (o *evalOptions) taskFlags(c *cobra.Command) {
 	f := c.Flags()
-	f.StringSliceVar(&o.tasks, "tasks", nil, "task `FILE`s (JSON Lines, or the folder of a CORE bundle), "+
+	f.StringSliceVar(&o.tasks, "tasks", nil, "task `FILE`s (JSON Lines, parquet, or the folder of a CORE bundle), "+
 		"separated by commas; FILE=FORMAT names the format")
 	f.IntVar(&o.fewShot, "few-shot", tasks.DefaultFewShot,
 		"solved examples before each question; -1 means as many as lm-evaluation-harness uses")

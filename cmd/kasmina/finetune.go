@@ -96,8 +96,8 @@ func newFinetune() *cobra.Command {
 		Use:   "finetune --model DIR --data FILE --out NEW",
 		Short: "Teach a model your own chats or texts",
 		Long: `Fine-tune a model on chats, prompts with completions, texts, or preference pairs. The data is a file of
-JSON Lines, as described in "kasmina data check --help". If some lines cannot be used, the command lists
-them and stops before it trains.
+JSON Lines or a parquet file, as described in "kasmina data check --help". If some examples cannot be
+used, the command lists them and stops before it trains.
 
   method   what learns
   lora     low-rank adapters of the linear layers, next to the frozen model
@@ -135,7 +135,7 @@ has keep_loss, keep_rise and rollbacks.`,
 
 	o.modelFlag(c)
 	f := c.Flags()
-	f.StringVarP(&o.data, "data", "d", "", "`file` of JSON Lines")
+	f.StringVarP(&o.data, "data", "d", "", "`file` of JSON Lines, or parquet file")
 	f.StringVarP(&o.out, "out", "o", "", "new `directory` for the result and the run")
 	f.StringVar(&o.method, "method", methodLoRA, "what learns: lora, rslora, dora, seeds, full or last")
 	f.IntVar(&o.rank, "rank", 16, "rank of the adapters or seeds")
@@ -362,13 +362,7 @@ func (o *finetuneOptions) read(c *cobra.Command, f *hf.Folder) (*tuningData, err
 
 // report checks the data, and returns an error if there are problems.
 func (o *finetuneOptions) report(ctx context.Context, e *chatdata.Encoder) (*chatdata.Report, error) {
-	file, _, err := openExamples(o.data)
-	if err != nil {
-		return nil, fmt.Errorf("--data: %w", err)
-	}
-	defer file.Close()
-
-	report, err := e.Check(file, o.data, func(int) error { return ctx.Err() })
+	report, err := e.Check(chatdata.ReadFile(o.data, nil), o.data, func(int) error { return ctx.Err() })
 	if err != nil {
 		return nil, fmt.Errorf("--data: %w", err)
 	}
@@ -385,7 +379,7 @@ func (o *finetuneOptions) report(ctx context.Context, e *chatdata.Encoder) (*cha
 	return report, nil
 }
 
-// summaryOf lists problems, one per line. A problem that occurs on several lines of the file is listed once.
+// summaryOf lists problems, one per line. A problem that several examples have is listed once.
 func summaryOf(problems []*chatdata.Problem) string {
 	const listed = 10
 	repeated := map[string]int{}
@@ -400,7 +394,7 @@ func summaryOf(problems []*chatdata.Problem) string {
 	for _, p := range first[:min(len(first), listed)] {
 		fmt.Fprintf(&text, "\n  %v", p)
 		if more := repeated[p.What] - 1; more > 0 {
-			fmt.Fprintf(&text, " (the same on %s)", plural(more, "more line"))
+			fmt.Fprintf(&text, " (the same in %s)", plural(more, "more example"))
 		}
 	}
 	if more := len(first) - listed; more > 0 {
@@ -410,7 +404,7 @@ func summaryOf(problems []*chatdata.Problem) string {
 	return text.String()
 }
 
-// divide holds out a share of the examples, chosen at random. It returns their lines.
+// divide holds out a share of the examples, chosen at random. It returns their lines or rows.
 func (o *finetuneOptions) divide(d *tuningData, r *chatdata.Report) (held map[int]bool, err error) {
 	var lines []int
 	for _, s := range r.Sequences {
@@ -466,13 +460,7 @@ func (o *finetuneOptions) renderPrompts(d *tuningData, held map[int]bool) error 
 		return nil
 	}
 
-	file, err := os.Open(o.data)
-	if err != nil {
-		return fmt.Errorf("--data: %w", err)
-	}
-	defer file.Close()
-
-	for x, err := range chatdata.Read(file, o.data) {
+	for x, err := range chatdata.ReadFile(o.data, nil) {
 		if err != nil {
 			return fmt.Errorf("--data: %w", err)
 		}

@@ -360,7 +360,7 @@ func TestSummaryOf(t *testing.T) {
 		all = append(all, &chatdata.Problem{File: "x", Line: line + 1, What: "the prompt has no answer"})
 	}
 	all = append(all, &chatdata.Problem{File: "x", Line: 31, What: "the line is not valid"})
-	require.Equal(t, "\n  x:1: the prompt has no answer (the same on 29 more lines)\n  x:31: the line is not valid",
+	require.Equal(t, "\n  x:1: the prompt has no answer (the same in 29 more examples)\n  x:31: the line is not valid",
 		summaryOf(all))
 	for line := range 30 {
 		all = append(all, &chatdata.Problem{File: "x", Line: line + 40, What: fmt.Sprint("problem ", line)})

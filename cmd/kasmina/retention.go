@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
@@ -15,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
+	"github.com/kasmina-go/kasmina/internal/parquetjson"
 	"github.com/kasmina-go/kasmina/llm"
 	"github.com/kasmina-go/kasmina/llm/chatdata"
 	"github.com/kasmina-go/kasmina/llm/data"
@@ -43,7 +43,7 @@ type retentionOptions struct {
 
 func (r *retentionOptions) flags(c *cobra.Command) {
 	f := c.Flags()
-	f.StringVar(&r.keep, "keep", "", "`file` with text or JSON Lines of the kind that the model must not forget, or self "+
+	f.StringVar(&r.keep, "keep", "", "`file` with text, JSON Lines or parquet, of the kind that the model must not forget, or self "+
 		"for text that the model generates before training")
 	f.Float64Var(&r.forget, "forget", 0.02, "maximum rise of the loss on the text of --keep, in nats per token; if it is "+
 		"exceeded, the run returns to the last evaluation within it")
@@ -128,22 +128,14 @@ func (o *finetuneOptions) oldText(c *cobra.Command, on machines, s stage, m *llm
 	return d.encoder.Evaluation(all, o.train.Batch, o.seq)
 }
 
-// readOld reads the file of --keep, as JSON Lines if it starts with a brace and as plain text otherwise.
-// It takes samples from all parts of a long file.
+// readOld reads the file of --keep, as examples or as plain text. It takes samples from all parts of a long file.
 func (o *finetuneOptions) readOld(ctx context.Context, d *tuningData) (all []chatdata.Sequence, err error) {
-	file, err := os.Open(o.keep)
+	examples, err := hasExamples(o.keep)
 	if err != nil {
 		return nil, err
 	}
-	defer file.Close()
-
-	reader := bufio.NewReader(file)
-	start, err := reader.Peek(64)
-	if err != nil && err != io.EOF {
-		return nil, err
-	}
-	if bytes.HasPrefix(bytes.TrimSpace(start), []byte("{")) {
-		report, err := d.encoder.Check(reader, o.keep, func(int) error { return ctx.Err() })
+	if examples {
+		report, err := d.encoder.Check(chatdata.ReadFile(o.keep, nil), o.keep, func(int) error { return ctx.Err() })
 		if err != nil {
 			return nil, err
 		}
@@ -172,6 +164,24 @@ func (o *finetuneOptions) readOld(ctx context.Context, d *tuningData) (all []cha
 	return spread(all, keepTokens), nil
 }
 
+// hasExamples reports whether a file contains examples, as opposed to plain text: whether it is a parquet file, or starts
+// with a brace like JSON Lines.
+func hasExamples(path string) (bool, error) {
+	file, err := os.Open(path)
+	if err != nil {
+		return false, err
+	}
+	defer file.Close()
+
+	start := make([]byte, 64)
+	n, err := io.ReadFull(file, start)
+	if err != nil && err != io.EOF && err != io.ErrUnexpectedEOF {
+		return false, err
+	}
+	start = bytes.TrimSpace(start[:n])
+	return bytes.HasPrefix(start, []byte("{")) || bytes.HasPrefix(start, []byte(parquetjson.Magic)), nil
+}
+
 // learned returns the sequence with every token except the first marked as learned.
 func learned(s chatdata.Sequence) chatdata.Sequence {
 	s.Learn = make([]bool, len(s.IDs))
@@ -185,7 +195,7 @@ func learned(s chatdata.Sequence) chatdata.Sequence {
 func (o *finetuneOptions) cut(s chatdata.Sequence) (parts []chatdata.Sequence) {
 	for from := 0; from < len(s.IDs)-1; from += o.seq {
 		to := min(len(s.IDs), from+o.seq+1)
-		p := chatdata.Sequence{File: s.File, Line: s.Line, IDs: s.IDs[from:to], Learn: append([]bool(nil),
+		p := chatdata.Sequence{File: s.File, Line: s.Line, Parquet: s.Parquet, IDs: s.IDs[from:to], Learn: append([]bool(nil),
 			s.Learn[from:to]...)}
 		p.Learn[0] = false // nothing precedes the first token of a part
 		if p.Learned() > 0 {

@@ -1,7 +1,7 @@
 // Package chatdata reads fine-tuning data for chat models and converts it to token ids, with a mask
 // of the tokens to learn.
 //
-// A data file holds JSON Lines: one example per line, in any of these layouts.
+// A data file holds JSON Lines, with one example per line, in any of these layouts.
 //
 //	{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}
 //	{"prompt": "2 + 2 =", "completion": " 4"}
@@ -10,11 +10,12 @@
 //
 // A prompt, a completion, and the answers of a preference pair are either strings or lists of
 // messages. A conversation may include "tools" and "chat_template_kwargs" for the chat template.
-// Other members of a line are ignored.
+// Other members of a line are ignored. A data file can also be a parquet file with the same members
+// as columns.
 //
-// Read yields the examples of a file:
+// ReadFile yields the examples of a file:
 //
-//	for example, err := range chatdata.Read(file, "chat.jsonl") {
+//	for example, err := range chatdata.ReadFile("chat.jsonl", nil) {
 //		...
 //		sequences, err := encoder.Encode(example)
 //		...
@@ -29,7 +30,6 @@ package chatdata
 import (
 	"encoding/json"
 	"fmt"
-	"strings"
 )
 
 // A Format is the layout of an example.
@@ -71,25 +71,27 @@ type Message struct {
 	JSON json.RawMessage // the whole message, unchanged
 }
 
-// An Example is one line of a data file.
+// An Example is one line of a data file, or one row of a parquet file.
 type Example struct {
-	File string
-	Line int // counted from 1
+	File    string
+	Line    int  // the number of the line or row, counted from 1
+	Parquet bool // whether Line is the number of a row
 	Format
 
 	Prompt     Content // empty for conversations and text
 	Completion Content // the text to learn; in a preference pair, the chosen answer
 	Rejected   Content // in a preference pair, the rejected answer
 
-	Tools     json.RawMessage            // nil if the line has none
+	Tools     json.RawMessage            // nil if the example has none
 	Variables map[string]json.RawMessage // further variables of the chat template
 }
 
 // A Problem reports an example that cannot be used, or that may not teach the model what its author
 // expects.
 type Problem struct {
-	File string
-	Line int // 0 for a problem of the whole file
+	File    string
+	Line    int  // the number of the line or row, or 0 for a problem of the whole file
+	Parquet bool // whether Line is the number of a row of a parquet file
 
 	What string // a description of the problem
 	Fix  string // advice to the user, or ""
@@ -98,19 +100,25 @@ type Problem struct {
 
 // Error returns the location, the description and the advice, on one line.
 func (p *Problem) Error() string {
-	var text strings.Builder
-	text.WriteString(p.File)
-	if p.Line > 0 {
-		fmt.Fprintf(&text, ":%d", p.Line)
-	}
-	text.WriteString(": " + p.What)
+	text := location(p.File, p.Line, p.Parquet) + ": " + p.What
 	if p.Fix != "" {
-		text.WriteString(": " + p.Fix)
+		text += ": " + p.Fix
 	}
-	return text.String()
+	return text
+}
+
+// location returns the place of a line or row. Line 0 stands for the whole file.
+func location(file string, line int, parquet bool) string {
+	switch {
+	case line == 0:
+		return file
+	case parquet:
+		return fmt.Sprintf("%s, row %d", file, line)
+	}
+	return fmt.Sprintf("%s:%d", file, line)
 }
 
 // problem returns a Problem of an example.
 func (x *Example) problem(fix, format string, args ...any) *Problem {
-	return &Problem{File: x.File, Line: x.Line, What: fmt.Sprintf(format, args...), Fix: fix}
+	return &Problem{File: x.File, Line: x.Line, Parquet: x.Parquet, What: fmt.Sprintf(format, args...), Fix: fix}
 }

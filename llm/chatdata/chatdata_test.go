@@ -202,14 +202,14 @@ func TestReadGoesOnAfterProblems(t *testing.T) {
 
 func TestCheck(t *testing.T) {
 	e := newEncoder(t, chatML)
-	report, err := e.Check(strings.NewReader(strings.Join([]string{
+	report, err := e.Check(chatdata.Read(strings.NewReader(strings.Join([]string{
 		`{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}`,
 		`{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}`,
 		`{"messages": [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "b"}]}`,
 		`{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}`,
 		`{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]}`,
 		`{"prompt": "no answer"}`,
-	}, "\n")), "chat.jsonl", nil)
+	}, "\n")), "chat.jsonl"), "chat.jsonl", nil)
 	if err != nil {
 		t.Fatal(err)
 	}

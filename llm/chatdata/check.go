@@ -3,7 +3,7 @@ package chatdata
 import (
 	"encoding/json"
 	"errors"
-	"io"
+	"iter"
 	"math/bits"
 	"slices"
 	"strings"
@@ -21,18 +21,20 @@ type Report struct {
 	Problems, Warnings []*Problem
 }
 
-// Check reads and encodes a data file. The name appears in problems. Unless progress is nil, it is
-// called after each line with the number of lines read so far, and an error from it ends the check.
+// Check encodes the examples of a data file, such as [ReadFile] yields. The name appears in problems
+// of the whole file. Unless progress is nil, it is called after each example with the number of examples
+// so far, and an error from it ends the check.
 //
-// Check returns an error only if r or progress fails. Problems with examples are listed in the
+// Check returns an error only if reading or progress fails. Problems with examples are listed in the
 // report.
-func (e *Encoder) Check(r io.Reader, name string, progress func(lines int) error) (*Report, error) {
+func (e *Encoder) Check(examples iter.Seq2[Example, error], name string, progress func(examples int) error) (*Report,
+	error) {
 	report := &Report{Examples: map[Format]int{}}
-	seen := map[string]int{} // the line of each sequence
-	lines := 0
-	for x, err := range Read(r, name) {
-		if lines++; progress != nil {
-			if err := progress(lines); err != nil {
+	seen := map[string]int{} // the line or row of each example
+	count := 0
+	for x, err := range examples {
+		if count++; progress != nil {
+			if err := progress(count); err != nil {
 				return nil, err
 			}
 		}
@@ -61,20 +63,20 @@ func (e *Encoder) Check(r io.Reader, name string, progress func(lines int) error
 
 	if report.Examples[Preference] > 0 && len(report.Examples) > 1 {
 		report.Problems = append(report.Problems, &Problem{File: name,
-			What: "some lines are preference pairs and some are not",
+			What: "some examples are preference pairs and some are not",
 			Fix:  "split the file, since the two are trained differently"})
 	}
 
 	if len(report.Examples) == 0 && len(report.Problems) == 0 {
 		report.Problems = append(report.Problems, &Problem{File: name, What: "the file has no examples",
-			Fix: layouts + " on each line"})
+			Fix: "add some with " + formats})
 	}
 
 	return report, nil
 }
 
-// warnings returns what may surprise the author of an example. The map seen holds the line numbers of
-// earlier examples, keyed by the fingerprints of their sequences.
+// warnings returns what may surprise the author of an example. The map seen holds the numbers of the lines
+// or rows of earlier examples, keyed by the fingerprints of their sequences.
 func (e *Encoder) warnings(x *Example, sequences []Sequence, seen map[string]int) (all []*Problem) {
 	warn := func(fix, format string, args ...any) {
 		p := x.problem(fix, format, args...)
@@ -84,7 +86,7 @@ func (e *Encoder) warnings(x *Example, sequences []Sequence, seen map[string]int
 
 	key := fingerprint(sequences)
 	if line, ok := seen[key]; ok {
-		warn("remove one of them, unless it is meant to count twice", "it is equal to line %d", line)
+		warn("remove one of them, unless it is meant to count twice", "it is equal to %s %d", x.unit(), line)
 	} else {
 		seen[key] = x.Line
 	}

@@ -46,12 +46,16 @@ type Encoder struct {
 
 // A Sequence is a tokenized text with a mask of the tokens to learn.
 type Sequence struct {
-	File string
-	Line int
+	File    string
+	Line    int
+	Parquet bool // whether Line is the number of a row of a parquet file
 
 	IDs   []int
 	Learn []bool // Learn[i] reports whether the model is trained to predict IDs[i]
 }
+
+// Location returns the place of the example in its file, such as "chat.jsonl:3" or "chat.parquet, row 3".
+func (s Sequence) Location() string { return location(s.File, s.Line, s.Parquet) }
 
 // Learned returns the number of learned tokens.
 func (s Sequence) Learned() int {
@@ -163,7 +167,7 @@ func (e *Encoder) text(x *Example, answer Content) ([]Sequence, error) {
 		ids = append(ids, e.End[0])
 	}
 
-	s := Sequence{File: x.File, Line: x.Line, IDs: slices.Concat(before, ids)}
+	s := Sequence{File: x.File, Line: x.Line, Parquet: x.Parquet, IDs: slices.Concat(before, ids)}
 	s.Learn = make([]bool, len(s.IDs))
 	for i := len(before) + start; i < len(s.IDs); i++ {
 		s.Learn[i] = i > 0 // nothing predicts the first token
@@ -198,7 +202,7 @@ func (e *Encoder) conversation(x *Example, answer Content) ([]Sequence, error) {
 		return nil, err
 	}
 
-	s := Sequence{File: x.File, Line: x.Line, IDs: e.Tokenizer.Encode([]byte(full))}
+	s := Sequence{File: x.File, Line: x.Line, Parquet: x.Parquet, IDs: e.Tokenizer.Encode([]byte(full))}
 	s.Learn = make([]bool, len(s.IDs))
 	for n, i := range turns {
 		next := len(messages)
@@ -399,7 +403,7 @@ func (r *renderer) separate(turns []int) (all []Sequence, err error) {
 		if err != nil {
 			return nil, err
 		}
-		s := Sequence{File: r.x.File, Line: r.x.Line, IDs: r.e.Tokenizer.Encode([]byte(full))}
+		s := Sequence{File: r.x.File, Line: r.x.Line, Parquet: r.x.Parquet, IDs: r.e.Tokenizer.Encode([]byte(full))}
 		s.Learn = make([]bool, len(s.IDs))
 		switch err := r.learn(&s, full, i, i+1); {
 		case errors.Is(err, errUnstable):

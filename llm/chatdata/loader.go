@@ -48,12 +48,12 @@ func NewLoader(sequences []Sequence, c data.LoaderConfig) (*Loader, error) {
 	lengths, learned := make([]int, len(sequences)), false
 	for i, s := range sequences {
 		if len(s.Learn) != len(s.IDs) {
-			return nil, fmt.Errorf("chatdata: NewLoader: %s:%d: %d tokens with a mask of %d", s.File, s.Line,
+			return nil, fmt.Errorf("chatdata: NewLoader: %s: %d tokens with a mask of %d", s.Location(),
 				len(s.IDs), len(s.Learn))
 		}
 		if lengths[i] = max(0, len(s.IDs)-1); lengths[i] > c.Seq {
-			return nil, fmt.Errorf("chatdata: NewLoader: %s:%d has %d tokens, and a row has room for %d",
-				s.File, s.Line, len(s.IDs), c.Seq+1)
+			return nil, fmt.Errorf("chatdata: NewLoader: %s has %d tokens, and a row of a batch has room for %d",
+				s.Location(), len(s.IDs), c.Seq+1)
 		}
 		if s.targets() == 0 {
 			lengths[i] = c.Seq + 1 // Pack leaves out sequences longer than a row

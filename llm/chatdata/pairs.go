@@ -36,13 +36,13 @@ func NewPairs(sequences []Sequence, batch, seq int) (*Pairs, error) {
 	for i, s := range sequences {
 		switch n := lengths[i/2]; {
 		case len(s.Learn) != len(s.IDs):
-			return nil, fmt.Errorf("chatdata: NewPairs: %s:%d: %d tokens with a mask of %d", s.File, s.Line,
+			return nil, fmt.Errorf("chatdata: NewPairs: %s: %d tokens with a mask of %d", s.Location(),
 				len(s.IDs), len(s.Learn))
 		case s.targets() == 0:
-			return nil, fmt.Errorf("chatdata: NewPairs: an answer of %s:%d has no tokens", s.File, s.Line)
+			return nil, fmt.Errorf("chatdata: NewPairs: an answer of %s has no tokens", s.Location())
 		case n > seq:
-			return nil, fmt.Errorf("chatdata: NewPairs: the two answers of %s:%d have %d tokens with their "+
-				"prompts, and a row has room for %d: shorten them, or use longer rows", s.File, s.Line, n, seq)
+			return nil, fmt.Errorf("chatdata: NewPairs: the two answers of %s have %d tokens with their "+
+				"prompts, and a row of a batch has room for %d: shorten them, or use longer rows", s.Location(), n, seq)
 		}
 	}
 

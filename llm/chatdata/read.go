@@ -11,13 +11,15 @@ import (
 	"slices"
 	"strings"
 	"unicode/utf8"
+
+	"github.com/kasmina-go/kasmina/internal/parquetjson"
 )
 
 // maxLine limits the length of a line in bytes, so that a file without line breaks does not exhaust
 // memory.
 const maxLine = 64 << 20
 
-// Read yields the examples of a data file in order. Empty lines are skipped.
+// Read yields the examples of a file of JSON Lines in order. Empty lines are skipped.
 //
 // A line that is not a valid example yields a *[Problem], and reading continues with the next line.
 // Any other error, such as a read error from r, ends the sequence. Problems refer to the file by
@@ -32,12 +34,17 @@ func Read(r io.Reader, name string) iter.Seq2[Example, error] {
 				return
 			}
 			if number == 1 {
+				if bytes.HasPrefix(line, []byte(parquetjson.Magic)) {
+					yield(Example{}, fmt.Errorf("chatdata: %s is a parquet file, which ReadFile and ReadParquet can read "+
+						"from a regular file, but not from a stream", name))
+					return
+				}
 				line = bytes.TrimPrefix(line, []byte("\ufeff"))
 			}
 
 			if line = bytes.TrimSpace(line); len(line) > 0 {
 				x := Example{File: name, Line: number}
-				if p := x.parse(line); p != nil {
+				if p := x.parseLine(line); p != nil {
 					if !yield(Example{}, p) {
 						return
 					}
@@ -72,8 +79,8 @@ func readLine(r *bufio.Reader) ([]byte, error) {
 	return long, err
 }
 
-// parse reads a line into the example.
-func (x *Example) parse(line []byte) *Problem {
+// parseLine reads a line into the example.
+func (x *Example) parseLine(line []byte) *Problem {
 	if !utf8.Valid(line) {
 		return x.problem("save the file as UTF-8", "the line is not valid UTF-8")
 	}
@@ -89,23 +96,38 @@ func (x *Example) parse(line []byte) *Problem {
 		}
 	}
 
+	return x.parse(members)
+}
+
+// formatOf returns the format of an object with the given members, or 0 if it has none.
+func formatOf(members map[string]json.RawMessage) Format {
 	has := func(name string) bool { _, ok := members[name]; return ok }
-	var p *Problem
 	switch {
 	case has("chosen") && has("rejected"):
-		x.Format = Preference
-		p = x.preference(members)
+		return Preference
 	case has("messages"):
-		x.Format = Conversation
+		return Conversation
+	case has("prompt") && has("completion"):
+		return PromptCompletion
+	case has("text"):
+		return PlainText
+	}
+	return 0
+}
+
+// parse reads the members of an object into the example.
+func (x *Example) parse(members map[string]json.RawMessage) (p *Problem) {
+	switch x.Format = formatOf(members); x.Format {
+	case Preference:
+		p = x.preference(members)
+	case Conversation:
 		x.Completion, p = x.content(members, "messages")
 		if p == nil && !x.Completion.IsChat() {
 			p = x.problem(messagesFix, `"messages" is not a list`)
 		}
-	case has("prompt") && has("completion"):
-		x.Format = PromptCompletion
+	case PromptCompletion:
 		p = x.promptCompletion(members)
-	case has("text"):
-		x.Format = PlainText
+	case PlainText:
 		p = x.plainText(members)
 	default:
 		p = x.unknown(members)
@@ -119,7 +141,8 @@ func (x *Example) parse(line []byte) *Problem {
 }
 
 const (
-	layouts = `give it "messages", "prompt" and "completion", "text", or "chosen" and "rejected"`
+	formats = `"messages", "prompt" and "completion", "text", or "chosen" and "rejected"`
+	layouts = "give it " + formats
 
 	messagesFix = `write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ` +
 		`"content": "..."}]}`
@@ -143,6 +166,14 @@ func (x *Example) notAnObject(line []byte, err error) *Problem {
 	}
 	return x.problem("check the quotes, commas and braces of this line", "the line is not valid JSON (%v)",
 		err)
+}
+
+// unit returns what holds an example: a line, or a row of a parquet file.
+func (x *Example) unit() string {
+	if x.Parquet {
+		return "row"
+	}
+	return "line"
 }
 
 // unknown explains an object that matches no format.
@@ -169,10 +200,15 @@ func (x *Example) unknown(members map[string]json.RawMessage) *Problem {
 	}
 
 	slices.Sort(names)
-	if len(names) == 0 {
+	switch {
+	case len(names) == 0 && x.Parquet:
+		return x.problem(layouts, "the row is empty")
+	case len(names) == 0:
 		return x.problem(layouts, "the object is empty")
+	case x.Parquet:
+		return x.problem(layouts+", for example with rename_column of datasets", "no format has the columns %s",
+			strings.Join(names, ", "))
 	}
-
 	return x.problem(layouts, "no format has the members %s", strings.Join(names, ", "))
 }
 
@@ -201,7 +237,7 @@ func (x *Example) messages(value json.RawMessage, name string) ([]Message, *Prob
 	}
 
 	if len(list) == 0 {
-		return nil, x.problem("remove the line", "%q is an empty list", name)
+		return nil, x.problem("remove the "+x.unit(), "%q is an empty list", name)
 	}
 
 	all := make([]Message, len(list))
@@ -255,7 +291,7 @@ func (x *Example) plainText(members map[string]json.RawMessage) (p *Problem) {
 		return x.problem(`rename "text" to "messages"`, `"text" is a list of messages`)
 	}
 	if x.Completion.Text == "" {
-		return x.problem("remove the line", "the text is empty")
+		return x.problem("remove the "+x.unit(), "the text is empty")
 	}
 	return nil
 }
@@ -303,7 +339,7 @@ func (x *Example) preference(members map[string]json.RawMessage) (p *Problem) {
 
 	if slices.EqualFunc(x.Completion.Messages, x.Rejected.Messages, sameMessage) &&
 		x.Completion.Text == x.Rejected.Text {
-		return x.problem("remove the line", "the chosen and the rejected answer are equal")
+		return x.problem("remove the "+x.unit(), "the chosen and the rejected answer are equal")
 	}
 
 	return nil

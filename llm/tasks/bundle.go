@@ -63,7 +63,7 @@ func openBundle(folder string, o Options) (tasks []*Task, err error) {
 	path := filepath.Join(folder, bundleTasks)
 	text, err := regular.Read(path, maxBundleFile, "the list of a bundle's tasks has")
 	if errors.Is(err, os.ErrNotExist) {
-		return nil, fmt.Errorf("%s has no %s: want a CORE bundle, or a JSON Lines file", folder, bundleTasks)
+		return nil, fmt.Errorf("%s has no %s: want a CORE bundle, or a file of JSON Lines or parquet", folder, bundleTasks)
 	} else if err != nil {
 		return nil, err
 	}
@@ -153,7 +153,7 @@ func (b bundleTask) open(folder string, limit int) (*Task, error) {
 	shuffled := make([]bundleItem, len(docs))
 	for i, at := range newPythonRandom(shuffleSeed).shuffled(len(docs)) {
 		if shuffled[i], err = b.read(docs[at]); err != nil {
-			return nil, fmt.Errorf("%s:%d: %w", path, docs[at].line, err)
+			return nil, fmt.Errorf("%s: %w", docs[at].in(path), err)
 		}
 	}
 	if limit > 0 {

@@ -5,11 +5,14 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"iter"
 	"maps"
+	"os"
 	"slices"
 	"strconv"
 	"strings"
 
+	"github.com/kasmina-go/kasmina/internal/parquetjson"
 	"github.com/kasmina-go/kasmina/internal/regular"
 )
 
@@ -20,21 +23,79 @@ const (
 	maxItems = 1 << 22
 )
 
-// A document is one line of a JSON Lines file. Its methods read fields; the first failure is kept in err.
+// A document is one line of a JSON Lines file, or one row of a parquet file. Its methods read fields; the first failure is
+// kept in err.
 type document struct {
 	line      int
+	parquet   bool // whether line is the number of a row
 	fields    map[string]any
 	canonical string // equal for equal documents
 	err       error
 }
 
-// readDocuments reads a JSON Lines file. Empty lines are skipped.
+// unit returns what holds the document: a line or a row.
+func (d *document) unit() string {
+	if d.parquet {
+		return "row"
+	}
+	return "line"
+}
+
+// in returns the location of the document in its file.
+func (d *document) in(path string) string {
+	if d.parquet {
+		return fmt.Sprintf("%s, row %d", path, d.line)
+	}
+	return fmt.Sprintf("%s:%d", path, d.line)
+}
+
+// readDocuments reads a JSON Lines file, without its empty lines, or a parquet file.
 func readDocuments(path string) (docs []*document, err error) {
-	text, err := regular.Read(path, maxFile, "a task's file has")
-	if err != nil {
-		return nil, err
+	for d, err := range documents(path) {
+		if err != nil {
+			return nil, err
+		}
+		canonical, err := json.Marshal(d.fields) // sorts the keys
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", d.in(path), err)
+		}
+		d.canonical = string(canonical)
+		if docs = append(docs, d); len(docs) > maxItems {
+			return nil, fmt.Errorf("%s has more than %d items", path, maxItems)
+		}
 	}
 
+	if len(docs) == 0 {
+		return nil, fmt.Errorf("%s has no items", path)
+	}
+	return docs, nil
+}
+
+// documents yields the documents of a file. An error ends them.
+func documents(path string) iter.Seq2[*document, error] {
+	return func(yield func(*document, error) bool) {
+		file, size, err := regular.Open(path)
+		if err != nil {
+			yield(nil, err)
+			return
+		}
+		defer file.Close()
+
+		if parquetjson.Is(file) {
+			readRows(file, size, path, yield)
+			return
+		}
+		text, err := regular.Read(path, maxFile, "a task's file has")
+		if err != nil {
+			yield(nil, err)
+			return
+		}
+		readLines(text, path, yield)
+	}
+}
+
+// readLines yields the documents of a JSON Lines file.
+func readLines(text []byte, path string, yield func(*document, error) bool) {
 	line := 0
 	for row := range bytes.Lines(text) {
 		line++
@@ -46,31 +107,51 @@ func readDocuments(path string) (docs []*document, err error) {
 			continue
 		}
 
-		if row[0] == '[' {
-			return nil, fmt.Errorf("%s:%d: want one JSON object per line, and this is an array", path, line)
-		}
 		d := &document{line: line}
-		if err := json.Unmarshal(row, &d.fields); err != nil {
-			return nil, fmt.Errorf("%s:%d: want one JSON object per line: %w", path, line, err)
+		err := json.Unmarshal(row, &d.fields)
+		switch {
+		case row[0] == '[':
+			err = fmt.Errorf("%s: want one JSON object per line, and this is an array", d.in(path))
+		case err != nil:
+			err = fmt.Errorf("%s: want one JSON object per line: %w", d.in(path), err)
+		case d.fields == nil:
+			err = fmt.Errorf("%s: null, want a JSON object", d.in(path))
 		}
-		if d.fields == nil {
-			return nil, fmt.Errorf("%s:%d: null, want a JSON object", path, line)
+		if !yield(d, err) || err != nil {
+			return
 		}
-		canonical, err := json.Marshal(d.fields) // sorts the keys
+	}
+}
+
+// readRows yields the documents of a parquet file.
+func readRows(file *os.File, size int64, path string, yield func(*document, error) bool) {
+	table, err := parquetjson.Open(file, size)
+	if err != nil {
+		yield(nil, fmt.Errorf("%s: %w", path, err))
+		return
+	}
+
+	row := 0
+	for members, err := range table.Rows(table.Columns()...) {
+		row++
+		d := &document{line: row, parquet: true, fields: map[string]any{}}
+		for name, value := range members {
+			var x any
+			if err == nil {
+				err = json.Unmarshal(value, &x)
+			}
+			d.fields[name] = x
+		}
+		if errors.As(err, new(*parquetjson.RowError)) {
+			err = fmt.Errorf("%w: remove the column, or change it, for example to strings", err)
+		}
 		if err != nil {
-			return nil, fmt.Errorf("%s:%d: %w", path, line, err)
+			err = fmt.Errorf("%s: %w", d.in(path), err)
 		}
-		d.canonical = string(canonical)
-		if docs = append(docs, d); len(docs) > maxItems {
-			return nil, fmt.Errorf("%s has more than %d lines", path, maxItems)
+		if !yield(d, err) || err != nil {
+			return
 		}
 	}
-
-	if len(docs) == 0 {
-		return nil, fmt.Errorf("%s has no items", path)
-	}
-
-	return docs, nil
 }
 
 // fail records an error about a field, unless there is an earlier one.
@@ -142,7 +223,7 @@ func (d *document) object(field string) *document {
 	if !ok {
 		d.fail(field, "is %s, want an object", described(d.fields[field]))
 	}
-	return &document{line: d.line, fields: fields}
+	return &document{line: d.line, parquet: d.parquet, fields: fields}
 }
 
 // stringsOf returns the elements of a list, which must all be strings.

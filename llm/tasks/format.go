@@ -130,15 +130,15 @@ func findFormat(name string, d *document) (*format, error) {
 		return nil, fmt.Errorf("unknown format %q, want one of %s", name, strings.Join(Formats(), ", "))
 	case name != "":
 		i := slices.IndexFunc(formats, func(f *format) bool { return f.name == name })
-		return nil, fmt.Errorf("line %d has the fields %s, and the format %s needs %s", d.line, d.names(),
+		return nil, fmt.Errorf("%s %d has the fields %s, and the format %s needs %s", d.unit(), d.line, d.names(),
 			name, quoted(formats[i].fields))
 	case len(fits) > 0:
 		return nil, fmt.Errorf("the fields %s fit several formats: name the right one, %s", d.names(),
 			strings.Join(fits, " or "))
 	}
 
-	return nil, fmt.Errorf("line %d has the fields %s, which match none of the formats %s: name a format to see the fields "+
-		"that it needs", d.line, d.names(), strings.Join(Formats(), ", "))
+	return nil, fmt.Errorf("%s %d has the fields %s, which match none of the formats %s: name a format to see the fields "+
+		"that it needs", d.unit(), d.line, d.names(), strings.Join(Formats(), ", "))
 }
 
 // fits reports whether a document has the format's fields.

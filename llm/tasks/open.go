@@ -128,12 +128,12 @@ func (b *builder) readExamples(own []*document, path string) (err error) {
 // read reads a document of a file.
 func (b *builder) read(d *document, path string) (example, error) {
 	if !b.format.fits(d) {
-		return example{}, fmt.Errorf("%s:%d: the fields are %s, and the format %s needs %s", path, d.line,
+		return example{}, fmt.Errorf("%s: the fields are %s, and the format %s needs %s", d.in(path),
 			d.names(), b.format.name, quoted(b.format.fields))
 	}
 	e := b.format.read(d)
 	if d.err != nil {
-		return e, fmt.Errorf("%s:%d: %w", path, d.line, d.err)
+		return e, fmt.Errorf("%s: %w", d.in(path), d.err)
 	}
 	return e, nil
 }
@@ -149,12 +149,12 @@ func (b *builder) build() (*Task, error) {
 
 		messages, err := b.messages(d, e)
 		if err != nil {
-			return nil, fmt.Errorf("%s:%d: %w", b.path, d.line, err)
+			return nil, fmt.Errorf("%s: %w", d.in(b.path), err)
 		}
 
 		item := &Item{Number: n, Group: e.group}
 		if err := b.ask(item, e, messages); err != nil {
-			return nil, fmt.Errorf("%s:%d: %w", b.path, d.line, err)
+			return nil, fmt.Errorf("%s: %w", d.in(b.path), err)
 		}
 		if o := e.options(); o != nil && (e.gold < 0 || e.gold >= len(o)) {
 			outside++
@@ -185,8 +185,8 @@ func (b *builder) messages(d *document, e example) (messages []message, err erro
 	examples, err := b.draw(d, e)
 	for _, s := range examples {
 		if o := s.options(); o != nil && (s.gold < 0 || s.gold >= len(o)) {
-			return nil, fmt.Errorf("the example in %s:%d has a label that names none of its choices: remove "+
-				"the line", s.path, s.line)
+			return nil, fmt.Errorf("the example in %s has a label that names none of its choices: remove "+
+				"the %s", s.in(s.path), s.unit())
 		}
 		if answer := s.answer(); answer != "" {
 			messages = append(messages, message{"user", s.prompt(), " "}, message{"assistant", answer, "\n\n"})

@@ -8,7 +8,7 @@
 //
 // Prompts, few-shot examples, metrics and standard errors are the same as in lm-eval 0.4.13. If lm-eval
 // would stop with an exception, for example at an item without a label, this package returns an error with
-// the line number.
+// the number of the line or row.
 package tasks
 
 import (
