@@ -85,21 +85,25 @@ func (o *finetuneOptions) whole(c *cobra.Command, m *llm.Model, f *hf.Folder, to
 	return whole, printShift(c.Context(), c.ErrOrStderr(), m, whole, tokens)
 }
 
-// printPlan prints the memory that the run needs on each GPU. It returns false if the engine has no memory
-// plan.
-func printPlan(w io.Writer, t *llm.Trainer, gpus int) bool {
+// printPlan prints the memory that the run needs on each GPU, and a note if that exceeds --memory. It returns false if the
+// engine has no memory plan.
+func (o *trainOptions) printPlan(w io.Writer, t *llm.Trainer) bool {
 	p, ok := t.MemoryPlan()
 	if !ok {
 		return false
 	}
 	where := "the GPU"
-	if gpus > 1 {
+	if o.gpus > 1 {
 		where = "each GPU, not counting what the GPUs exchange"
 	}
 	size := func(bytes int) string { return sizeText(int64(bytes)) }
 	fmt.Fprintf(w, "memory    %s on %s: %s of weights, %s of summed gradients, %s of optimizer state, %s for a batch "+
 		"and %s of workspace\n", size(p.Total()), where, size(p.Weights), size(p.Gradients), size(p.Moments), size(p.Run),
 		size(p.Workspace))
+	if o.engine.memory > 0 && p.Total()-p.Workspace > o.engine.memoryBytes() {
+		fmt.Fprintf(w, "note      without the workspace, the run needs more than --memory %v in any case: for less, add --recompute, or "+
+			"lower --batch or --seq\n", o.engine.memory)
+	}
 	return true
 }
 

@@ -86,7 +86,7 @@ func init() {
 		"beta": checkedLater, "preference-loss": checkedLater, "label-smoothing": checkedLater,
 		"keep": checkedLater, "forget": onlyWith("keep", "", "add --keep and a text"), "grow-rank": needsLoRA,
 		"recompute": always, "recompute-mlps": notRecompute, "save-every": always, "eval-every": always, "seed": always, "resume": always,
-		"board": always, "quiet": always, "gpus": checkedLater, "device": always, "precision": always}
+		"board": always, "quiet": always, "gpus": checkedLater, "device": always, "precision": always, "memory": checkedLater}
 }
 
 func newFinetune() *cobra.Command {
@@ -176,6 +176,7 @@ has keep_loss, keep_rise and rollbacks.`,
 	f.BoolVarP(&o.quiet, "quiet", "q", false, "show no progress")
 	f.IntVar(&o.gpus, "gpus", 0, "number of GPUs of this computer to train on, or of processes with --device "+
 		"cpu; they divide the batches of a step (--accumulate) among them")
+	o.engine.memoryFlag(c)
 	o.machineFlags(c)
 	completeFlag(c, "preference-loss", "sigmoid", "hinge", "ipo", "robust")
 	completeFlag(c, "method", methodLoRA, methodRSLoRA, methodDoRA, methodSeeds, methodFull, methodLast)
@@ -227,6 +228,10 @@ func (o *finetuneOptions) checkValues() error {
 		return err
 	}
 
+	if err := o.engine.checkValues(); err != nil {
+		return err
+	}
+
 	if err := o.preference.Check(); err != nil {
 		return fmt.Errorf("--preference-loss, --beta and --label-smoothing: %w", err)
 	}
@@ -256,6 +261,10 @@ func (o *finetuneOptions) run(c *cobra.Command) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, m.close(err)) }()
+
+	if err := o.engine.check(c, m); err != nil {
+		return err
+	}
 
 	o.settleDevice(m)
 	stage, release, err := o.openFolder(c, m)
@@ -757,7 +766,7 @@ func (o *finetuneOptions) print(w io.Writer, t *llm.Trainer, l *chatdata.Loader,
 		fmt.Fprintf(w, "note      %s may be too few to learn the examples: for more, raise --epochs, or lower --batch and "+
 			"--accumulate\n", plural(o.train.Steps, "step"))
 	}
-	printPlan(w, t, o.gpus)
+	o.printPlan(w, t)
 }
 
 // countLines returns the number of examples of sequences.

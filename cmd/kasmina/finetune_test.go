@@ -504,12 +504,15 @@ func TestPrintPlan(t *testing.T) {
 			}})
 		require.NoError(t, err)
 		var one, two bytes.Buffer
-		require.Equal(t, knows, printPlan(&one, tr, 1))
-		require.Equal(t, knows, printPlan(&two, tr, 2))
+		roomy := &trainOptions{gpus: 1, engine: engineOptions{memory: 1}}
+		require.Equal(t, knows, roomy.printPlan(&one, tr))
+		tight := &trainOptions{gpus: 2, engine: engineOptions{memory: 8.5 / 1024}}
+		require.Equal(t, knows, tight.printPlan(&two, tr))
 		if knows {
 			require.Equal(t, "memory    41.0 MiB on the GPU: 3.0 MiB of weights, 0.0 KiB of summed gradients, 1.0 MiB of optimizer "+
 				"state, 5.0 MiB for a batch and 32.0 MiB of workspace\n", one.String())
 			require.Contains(t, two.String(), "41.0 MiB on each GPU, not counting what the GPUs exchange: 3.0 MiB")
+			require.Contains(t, two.String(), "needs more than --memory 0.00830078125 in any case: for less, add --recompute")
 		}
 		require.NoError(t, tr.Close())
 	}

@@ -22,6 +22,7 @@ type engineOptions struct {
 	tune      cudaops.Tuning
 	monitor   int
 	profile   string
+	memory    float64 // limit in GiB, or 0 for none
 }
 
 func (e *engineOptions) flags(c *cobra.Command) {
@@ -35,12 +36,25 @@ func (e *engineOptions) flags(c *cobra.Command) {
 	f.StringVar(&e.profile, "profile", "",
 		"write a trace of one step on a GPU to this `file`, for ui.perfetto.dev, and print a summary")
 
+	e.memoryFlag(c)
 	completeFlag(c, "grad-precision", "f32", "bf16")
 	completeFlag(c, "tune", "default", "off", "cached", "full")
 }
 
+// memoryFlag adds --memory.
+func (e *engineOptions) memoryFlag(c *cobra.Command) {
+	c.Flags().Float64Var(&e.memory, "memory", 0, "use more GPU memory than necessary, which saves time, only up to this many "+
+		"`GiB` (default: no limit)")
+}
+
+// mostMemory is a number of GiB that no GPU has.
+const mostMemory = 1 << 20
+
 // checkValues returns an error for values that are invalid in every run.
 func (e *engineOptions) checkValues() error {
+	if !(e.memory >= 0 && e.memory <= mostMemory) {
+		return fmt.Errorf("--memory is %v, want 0 to %d GiB", e.memory, mostMemory)
+	}
 	if e.monitor < 0 || e.monitor == 1 {
 		return fmt.Errorf("--monitor is %d, want 0, or at least 2", e.monitor)
 	}
@@ -52,7 +66,7 @@ func (e *engineOptions) checkValues() error {
 
 // check returns an error for options that do not fit the machines of the run.
 func (e *engineOptions) check(c *cobra.Command, m machines) error {
-	if unused := given(c, "grad-precision", "tune", "profile"); m.device == nil && len(unused) > 0 {
+	if unused := given(c, "grad-precision", "tune", "profile", "memory"); m.device == nil && len(unused) > 0 {
 		return fmt.Errorf("%s no effect on a CPU: leave it out, or train on a GPU", have(unused))
 	}
 	if alone := given(c, "monitor", "profile"); m.team != nil && len(alone) > 0 {
@@ -72,6 +86,9 @@ func (e *engineOptions) engine(m machines) func(*llm.Model, optim.Optimizer, llm
 	if e.monitor > 0 {
 		options = append(options, cudaops.WithMonitor(e.monitor))
 	}
+	if e.memory > 0 {
+		options = append(options, cudaops.WithMemory(e.memoryBytes()))
+	}
 
 	switch {
 	case m.device != nil && m.team != nil:
@@ -86,6 +103,9 @@ func (e *engineOptions) engine(m machines) func(*llm.Model, optim.Optimizer, llm
 
 	return nil
 }
+
+// memoryBytes returns the value of --memory in bytes.
+func (e *engineOptions) memoryBytes() int { return max(1, int(e.memory*(1<<30))) }
 
 // watch adds the callbacks that measure a run.
 func (e *engineOptions) watch(c *cobra.Command, t *llm.Trainer) {

@@ -195,7 +195,7 @@ func (o *trainOptions) describe(w io.Writer, t *llm.Trainer) error {
 
 	if _, err := fmt.Fprintf(w, "settings  %s, learning rate %.3g (%s of warmup, then %s), weight decay %v, "+
 		"%s, %s of %d tokens per step\n", o.learning.optimizer, o.lr, plural(o.warmup, "step"), course, decay, clip,
-		plural(o.train.Batch*o.train.Accumulate, "sequence"), o.seq); err != nil || printPlan(w, t, o.gpus) || moments == 0 {
+		plural(o.train.Batch*o.train.Accumulate, "sequence"), o.seq); err != nil || o.printPlan(w, t) || moments == 0 {
 		return err
 	}
 	_, err = fmt.Fprintf(w, "memory    %s for the optimizer's moments\n", sizeText(int64(moments)))

@@ -55,7 +55,7 @@ func init() {
 	flagRules["train"] = map[string]rule{"model": always, "preset": newModelOnly, "layers": newModelOnly, "dim": newModelOnly, "heads": newModelOnly,
 		"kv-heads": newModelOnly, "ff": newModelOnly, "untied": newModelOnly, "vocab": newModelOnly, "tokenizer": newModelOnly,
 		"documents": newModelOnly, "cache": newModelOnly, "max-bytes": always, "held-out": always,
-		"grad-precision": checkedLater, "tune": checkedLater, "profile": checkedLater,
+		"grad-precision": checkedLater, "tune": checkedLater, "profile": checkedLater, "memory": checkedLater,
 		"monitor": notWith("gpus", "0", "which starts several processes"),
 		"data":    always, "out": always, "batch": always, "accumulate": always,
 		"seq": always, "lr": always, "grow": always,
