@@ -17,6 +17,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kasmina-go/kasmina/blueprints"
+	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/internal/atomicfile"
 	"github.com/kasmina-go/kasmina/internal/failpoint"
 	"github.com/kasmina-go/kasmina/llm"
@@ -92,6 +93,7 @@ func init() {
 func newFinetune() *cobra.Command {
 	o := &finetuneOptions{}
 	o.deadline = parallel.Deadline
+	o.onGPU = o.defaultPrecision
 	c := &cobra.Command{
 		Use:   "finetune --model DIR --data FILE --out NEW",
 		Short: "Teach a model your own chats or texts",
@@ -177,7 +179,8 @@ has keep_loss, keep_rise and rollbacks.`,
 	f.IntVar(&o.gpus, "gpus", 0, "number of GPUs of this computer to train on, or of processes with --device "+
 		"cpu; they divide the batches of a step (--accumulate) among them")
 	o.engine.memoryFlag(c)
-	o.machineFlags(c)
+	o.deviceFlags(c, "type of matrix products: f32 or bf16, and on a GPU also f16 or f8 (default: bf16 on a GPU, and f32 on a CPU)",
+		"f32", "bf16", "f16", "f8")
 	completeFlag(c, "preference-loss", "sigmoid", "hinge", "ipo", "robust")
 	completeFlag(c, "method", methodLoRA, methodRSLoRA, methodDoRA, methodSeeds, methodFull, methodLast)
 	markRequired(c, "model", "data", "out")
@@ -286,6 +289,21 @@ func (o *finetuneOptions) run(c *cobra.Command) (err error) {
 	}
 	_, err = c.OutOrStdout().Write(text)
 	return err
+}
+
+// defaultPrecision returns the precision on a GPU without --precision: that of the run in the folder, if it is on a GPU.
+// For a new run it is bfloat16, the type of most published models and the default of most programs for fine-tuning.
+func (o *finetuneOptions) defaultPrecision() cudaops.Precision {
+	run, err := o.dir().readManifest()
+	if err != nil || run == nil || run.Options["device"] == "cpu" { // openFolder reports errors and other devices
+		return cudaops.BFloat16
+	}
+
+	p := cudaops.Float32 // the default of older versions, which some of them did not record
+	if recorded := run.Options["precision"]; recorded != "" && p.UnmarshalText([]byte(recorded)) != nil {
+		return cudaops.BFloat16 // openFolder reports that the options differ
+	}
+	return p
 }
 
 // tuningData is the data of a run.
@@ -766,6 +784,11 @@ func (o *finetuneOptions) print(w io.Writer, t *llm.Trainer, l *chatdata.Loader,
 		fmt.Fprintf(w, "note      %s may be too few to learn the examples: for more, raise --epochs, or lower --batch and "+
 			"--accumulate\n", plural(o.train.Steps, "step"))
 	}
+	where := "CPU"
+	if o.device == "cuda" {
+		where = "GPU"
+	}
+	fmt.Fprintf(w, "precision matrix products in %s, on a %s\n", o.precision, where)
 	o.printPlan(w, t)
 }
 

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"gorgonia.org/tensor"
 
+	"github.com/kasmina-go/kasmina/cudaops"
 	"github.com/kasmina-go/kasmina/internal/failpoint"
 	"github.com/kasmina-go/kasmina/internal/randtest"
 	"github.com/kasmina-go/kasmina/llm"
@@ -347,6 +348,7 @@ func TestFinetunePrints(t *testing.T) {
 		"--device", "cpu", "--epochs", "1", "--prompt", "Permission 3 is ")
 	for _, want := range []string{"40 examples, 2 examples held out", "lora of rank 16, alpha 32 and dropout 0 on 14 linear layers",
 		"learning rate 0.0002", "then linear to 0", "without weight decay", "of 8 sequences, seed 1", "assistant: ",
+		"precision matrix products in f32, on a CPU",
 		"may be too few to learn the examples: for more, raise --epochs",
 		"saved     the adapters in"} {
 		require.Contains(t, told, want)
@@ -515,6 +517,31 @@ func TestPrintPlan(t *testing.T) {
 			require.Contains(t, two.String(), "needs more than --memory 0.00830078125 in any case: for less, add --recompute")
 		}
 		require.NoError(t, tr.Close())
+	}
+}
+
+// TestDefaultPrecision checks that a new run on a GPU computes in bfloat16, and that the run in a folder keeps its
+// precision, as far as its version recorded that.
+func TestDefaultPrecision(t *testing.T) {
+	for _, c := range []struct {
+		options map[string]string
+		want    cudaops.Precision
+	}{
+		{nil, cudaops.BFloat16},
+		{map[string]string{"precision": "f32"}, cudaops.Float32},
+		{map[string]string{"precision": ""}, cudaops.Float32},
+		{map[string]string{}, cudaops.Float32},
+		{map[string]string{"precision": "bf16"}, cudaops.BFloat16},
+		{map[string]string{"precision": "f8", "device": "cuda"}, cudaops.Float8},
+		{map[string]string{"precision": "f32", "device": "cpu"}, cudaops.BFloat16},
+	} {
+		o := &finetuneOptions{}
+		o.out = filepath.Join(t.TempDir(), "out")
+		if c.options != nil {
+			require.NoError(t, os.MkdirAll(o.in(""), 0o777))
+			require.NoError(t, o.dir().writeManifest(&manifest{Options: c.options}))
+		}
+		require.Equal(t, c.want, o.defaultPrecision(), c.options)
 	}
 }
 

@@ -25,6 +25,9 @@ type common struct {
 	model, data, out, device, precision string
 	seq                                 int
 
+	// onGPU returns the precision on a GPU if there is no --precision. Without it, that is float32.
+	onGPU func() cudaops.Precision
+
 	adapters []string // folders of adapters
 	lookup   int      // see llm.BatcherOptions.Lookup
 }
@@ -70,6 +73,9 @@ func (o *common) openFor(w *comm.World, stderr io.Writer) (*cudaops.Device, cuda
 	case "auto", "cuda":
 		device, err := openGPU(w)
 		if err == nil {
+			if o.precision == "" && o.onGPU != nil {
+				precision = o.onGPU()
+			}
 			return device, precision, nil
 		}
 		if o.device == "cuda" {
