@@ -44,15 +44,15 @@ func TestPrintShift(t *testing.T) {
 		var told bytes.Buffer
 		require.NoError(t, printShift(t.Context(), &told, m, scaled(c.by), tokens))
 		by := math.Abs(float64(c.by) - 1)
-		require.Contains(t, told.String(), fmt.Sprintf("the logits move by %.3g on average and %.3g at most, and %d of 5 next tokens "+
-			"stay the likeliest\n", by*sum/float64(len(logits.Float32s())), by*most, c.same))
+		require.Contains(t, told.String(), fmt.Sprintf("the logits differ by %.3g on average and by at most %.3g, and the likeliest "+
+			"next token is the same at %d of 5 positions\n", by*sum/float64(len(logits.Float32s())), by*most, c.same))
 	}
 }
 
 // TestMergedShift checks that merging adapters that were trained next to weights in NF4 prints the distance of the saved
 // model from the trained one, and that merging other adapters prints none.
 func TestMergedShift(t *testing.T) {
-	const prefix = "merged    with the float32 weights of the files, in place of the "
+	const prefix = "merged    into the weights of the model's files; compared with the "
 	data := writeTuning(t, 40)
 	adapter, merged := filepath.Join(t.TempDir(), "out"), filepath.Join(t.TempDir(), "merged")
 	_, err := kasmina(t, finetuneArgs(data, adapter, "--base", "nf4")...)
@@ -89,8 +89,8 @@ func TestMergedShift(t *testing.T) {
 	var same, of int
 	at := bytes.Index([]byte(told), []byte(prefix))
 	require.GreaterOrEqual(t, at, 0, told)
-	_, err = fmt.Sscanf(told[at+len(prefix):], "nf4 weights of the training: the logits move by %g on average and %g at most, and %d of %d "+
-		"next tokens stay the likeliest", &printedMean, &printedMost, &same, &of)
+	_, err = fmt.Sscanf(told[at+len(prefix):], "nf4 weights used in training, the logits differ by %g on average and by at most %g, and the "+
+		"likeliest next token is the same at %d of %d positions", &printedMean, &printedMost, &same, &of)
 	require.NoError(t, err)
 	require.InEpsilon(t, mean, printedMean, 0.01)
 	require.InEpsilon(t, most, printedMost, 0.01)
