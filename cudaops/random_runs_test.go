@@ -139,6 +139,20 @@ func TestRanksSaveWithoutOptimizer(t *testing.T) {
 	require.Nil(t, r.Failure)
 }
 
+// TestRanksStopEarly checks that EarlyStopping stops ranks after the evaluation that decides it, and not a step later,
+// when they exchange their requests to stop.
+func TestRanksStopEarly(t *testing.T) {
+	c, err := runtest.Parse(`{"seed":347793216584,"model":{"vocab":40,"dim":8,"layers":1,"heads":2,"ff":12,"seq":10},
+		"train":{"steps":5,"batch":2,"accumulate":3,"clip":1,"epoch":3},
+		"optimizer":{"lr":0.03},"text":{"tokens":1000},"parts":{"patience":1},"ranks":2}`)
+	require.NoError(t, err)
+
+	r := runtest.Check(c, fakeMachine(t), t.TempDir())
+	require.NoError(t, r.Skipped)
+	require.Contains(t, r.Checked, runtest.OnRanks)
+	require.Nil(t, r.Failure)
+}
+
 // eachGradientType calls test for machines with each type of gradients, or one of them unless tests are long.
 func eachGradientType(t *testing.T, test func(t *testing.T, m runtest.Device)) {
 	for name, opts := range randtest.Sample(t, 1, map[string][]cudaops.MachineOption{

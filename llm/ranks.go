@@ -161,6 +161,13 @@ func (r *team) unasked(p Parallel, h ranks.Heard, own error) bool {
 	return own == nil
 }
 
+// stopNow makes all ranks exchange their requests to stop before the next step, instead of along with it. If
+// one rank calls it after a step, all must.
+func (r *team) stopNow() {
+	defer take(r.t.Model)()
+	r.t.heard.Agreed = false
+}
+
 // addMeeting registers a callback of the trainer that makes all ranks meet, for example by saving. The
 // function reports whether the callback will do so when it receives the given StepEnd event. It must
 // return false once the callback has received the event.

@@ -32,7 +32,10 @@ func NewEarlyStopping(t *Trainer, patience int, least float64) (*EarlyStopping, 
 		return nil, fmt.Errorf("llm: NewEarlyStopping: the least improvement is %v, want a finite number "+
 			"of at least 0", least)
 	}
-	return &EarlyStopping{t: t, patience: patience, least: least, best: math.Inf(1)}, nil
+
+	s := &EarlyStopping{t: t, patience: patience, least: least, best: math.Inf(1)}
+	t.team.addMeeting(func(e Event) bool { return e.Step != s.step && t.evaluates(e) })
+	return s, nil
 }
 
 // Name implements [Part].
@@ -42,6 +45,11 @@ func (s *EarlyStopping) Name() string { return "early-stopping" }
 func (s *EarlyStopping) Receive(e Event) error {
 	switch e.Kind {
 	case EvalEnd:
+		// Ranks meet after every evaluation, because a rank whose callback failed earlier cannot know
+		// the result.
+		if err := s.t.meet(); err != nil {
+			return err
+		}
 		s.count(e)
 	case RunStart: // the run may have stopped already
 	default:
@@ -52,6 +60,7 @@ func (s *EarlyStopping) Receive(e Event) error {
 		return nil
 	}
 
+	s.t.team.stopNow()
 	return s.t.Stop(fmt.Sprintf("the held-out loss has not improved on %.4f in %d evaluations", s.best,
 		s.waited))
 }
