@@ -103,9 +103,10 @@ async function answer(text) {
   const message = show("user", text), messages = conversation;
   messages.push({role: "user", content: text});
   const bubble = show("assistant", "");
+  const forgotten = [];
   let all = "", reasoning = null, ending = "";
   try {
-    let response, forgotten = false;
+    let response;
     for (;;) {
       const [path, body] = request(text);
       response = await fetch(path, {method: "POST", headers: headers(), body: JSON.stringify(body), signal: answering.signal});
@@ -113,10 +114,9 @@ async function answer(text) {
       if (response.status === 401) $("key-form").hidden = false;
       const {message, code} = await problem(response);
       if (!chats || code !== "context_length_exceeded" || messages.length === 1) throw new Error(message);
-      messages.splice(0, 2); // a message and its answer
-      forgotten = true;
+      forgotten.push(...messages.splice(0, 2)); // a message and its answer
     }
-    if (forgotten) bubble.before(note("The conversation is longer than the model's context, so its oldest messages are left out."));
+    if (forgotten.length) bubble.before(note("The conversation is longer than the model's context, so its oldest messages are left out."));
     for await (const event of events(response.body)) {
       if (event.error) throw new Error(event.error.message);
       const choice = event.choices[0];
@@ -148,6 +148,7 @@ async function answer(text) {
     bubble.remove();
     reasoning?.remove();
     messages.pop();
+    messages.unshift(...forgotten);
     if (!$("input").value && messages === conversation) $("input").value = text;
   }
   answering = null;
