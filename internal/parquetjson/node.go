@@ -23,7 +23,7 @@ const (
 )
 
 // A node is a column, or a part of one. Columns are encoded as in Dremel: every value has a definition level, the
-// number of optional and repeated nodes on its path that are there, and a repetition level, the number of repeated
+// number of optional and repeated nodes on its path that are present, and a repetition level, the number of repeated
 // nodes on its path up to the one that the value repeats.
 type node struct {
 	name   string // the last part of path

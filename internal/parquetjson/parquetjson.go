@@ -97,11 +97,12 @@ func (f *File) Rows(columns ...string) iter.Seq2[map[string]json.RawMessage, err
 		for _, g := range f.file.RowGroups() {
 			r := &groupReader{columns: all}
 			more, err := r.read(g, yield)
-			if err = errors.Join(err, r.close()); err != nil {
-				yield(nil, err)
-				return
+			stopped := !more && err == nil
+			if err = errors.Join(err, r.close()); stopped {
+				return // yield must not be called again
 			}
-			if !more {
+			if err != nil {
+				yield(nil, err)
 				return
 			}
 		}
