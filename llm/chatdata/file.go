@@ -78,8 +78,9 @@ var exampleColumns = []string{"messages", "prompt", "completion", "text", "chose
 // file of JSON Lines has: for example, messages is a list of structs with the fields role and content. A null means
 // that the row, or the message, does not have the member. Columns that are not part of any format are not read.
 //
-// A row that is not a valid example yields a *[Problem], and reading continues with the next row. So does a file
-// without the columns of a format. Any other error ends the sequence. Problems refer to the file by name.
+// A row that is not a valid example yields a *[Problem], and reading continues with the next row. If the file does not
+// have the columns of any format, ReadParquet yields a single *[Problem]. Any other error ends the sequence. Problems
+// refer to the file by name.
 func ReadParquet(r io.ReaderAt, size int64, name string) iter.Seq2[Example, error] {
 	return func(yield func(Example, error) bool) {
 		file, err := parquetjson.Open(r, size)

@@ -225,10 +225,15 @@ func TestReadFile(t *testing.T) {
 	}
 
 	for path, want := range map[string]string{"testdata": "is a folder", inParquet("none"): "no such file"} {
+		n := 0
 		for _, err := range chatdata.ReadFile(path, nil) {
 			if err == nil || !strings.Contains(err.Error(), want) && !errors.Is(err, os.ErrNotExist) {
 				t.Errorf("%s: %v", path, err)
 			}
+			n++
+		}
+		if n != 1 {
+			t.Errorf("%s: %d errors, want 1", path, n)
 		}
 	}
 
