@@ -101,8 +101,12 @@ func (o *trainOptions) printPlan(w io.Writer, t *llm.Trainer) bool {
 		"and %s of workspace\n", size(p.Total()), where, size(p.Weights), size(p.Gradients), size(p.Moments), size(p.Run),
 		size(p.Workspace))
 	if o.engine.memory > 0 && p.Total()-p.Workspace > o.engine.memoryBytes() {
-		fmt.Fprintf(w, "note      without the workspace, the run needs more than --memory %v in any case: for less, add --recompute, or "+
-			"lower --batch or --seq\n", o.engine.memory)
+		advice := "lower --batch or --seq"
+		if !o.train.Recompute {
+			advice = "add --recompute, or " + advice
+		}
+		fmt.Fprintf(w, "note      without the workspace, the run needs more than --memory %v in any case: for less, %s\n",
+			o.engine.memory, advice)
 	}
 	return true
 }

@@ -291,8 +291,8 @@ func (o *finetuneOptions) run(c *cobra.Command) (err error) {
 	return err
 }
 
-// defaultPrecision returns the precision on a GPU without --precision: that of the run in the folder, if it is on a GPU.
-// For a new run it is bfloat16, the type of most published models and the default of most programs for fine-tuning.
+// defaultPrecision returns the precision on a GPU without --precision. A run in the folder that was started on a GPU keeps
+// its precision. New runs use bfloat16, the type of most published models and the default of most programs for fine-tuning.
 func (o *finetuneOptions) defaultPrecision() cudaops.Precision {
 	run, err := o.dir().readManifest()
 	if err != nil || run == nil || run.Options["device"] == "cpu" { // openFolder reports errors and other devices

@@ -43,11 +43,11 @@ func (e *engineOptions) flags(c *cobra.Command) {
 
 // memoryFlag adds --memory.
 func (e *engineOptions) memoryFlag(c *cobra.Command) {
-	c.Flags().Float64Var(&e.memory, "memory", 0, "use more GPU memory than necessary, which saves time, only up to this many "+
-		"`GiB` (default: no limit)")
+	c.Flags().Float64Var(&e.memory, "memory", 0, "limit in `GiB` up to which the run uses more GPU memory than necessary to "+
+		"save time (default: no limit)")
 }
 
-// mostMemory is a number of GiB that no GPU has.
+// mostMemory is the largest value of --memory, which is more than any GPU has.
 const mostMemory = 1 << 20
 
 // checkValues returns an error for values that are invalid in every run.

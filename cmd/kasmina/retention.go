@@ -43,7 +43,7 @@ type retentionOptions struct {
 
 func (r *retentionOptions) flags(c *cobra.Command) {
 	f := c.Flags()
-	f.StringVar(&r.keep, "keep", "", "`file` with text, JSON Lines or parquet, of the kind that the model must not forget, or self "+
+	f.StringVar(&r.keep, "keep", "", "`file` (text, JSON Lines or parquet) with text of the kind that the model must not forget, or self "+
 		"for text that the model generates before training")
 	f.Float64Var(&r.forget, "forget", 0.02, "maximum rise of the loss on the text of --keep, in nats per token; if it is "+
 		"exceeded, the run returns to the last evaluation within it")
