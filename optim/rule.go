@@ -42,7 +42,8 @@ type Kernel struct {
 	Name string
 
 	// Moments are the arrays that the kernel keeps for a parameter from step to step, in addition to
-	// the step count.
+	// the step count. There must be at least one, because resuming takes the shape and the type of a
+	// parameter from its moments.
 	Moments []Moment
 
 	// Whole reports whether the kernel can only update whole matrices. With other kernels, parameters
