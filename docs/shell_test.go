@@ -535,8 +535,8 @@ func (p *programs) run(code, folder string) (printed string, err error) {
 	return out.String(), nil
 }
 
-// TestRun runs the blocks marked for it, using one directory per document, and compares the output. A long test
-// does so for all documents, others for one of them.
+// TestRun runs the blocks that are marked for it, in one directory per document, and compares their output. It
+// covers all documents if tests are long, and otherwise one of them.
 func TestRun(t *testing.T) {
 	if testing.Short() {
 		t.Skip("the blocks are run without -short")

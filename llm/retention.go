@@ -34,9 +34,9 @@ type RetentionConfig struct {
 // that was within the budget, and halves the learning rate. The step count and the position in the data
 // continue, so that the run ends after the planned number of steps with a model within the budget.
 //
-// It halves the rate instead of freezing some of the adapters, because all adapters write to the same
-// residual stream: how much one of them makes the model forget depends on all others, whereas a lower rate
-// always reduces the rise between two checks. When the rate would fall below 1/16 of the scheduled one,
+// Why does it halve the rate instead of freezing some of the adapters? All adapters write to the same
+// residual stream, so how much one of them makes the model forget depends on the others. A lower rate always
+// reduces the rise between two checks. When the rate would fall below 1/16 of the scheduled one,
 // hardly anything more can be learned within the budget, and the run ends.
 //
 // The model must not have seeds in depth, at weights or in the stream, whose growth changes its parameters.

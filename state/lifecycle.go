@@ -97,7 +97,7 @@ func (l *Lattice) checkBlueprint(r GerminationRequest) (field string, err error)
 
 	size, err := blueprints.Size(r.Kind, l.hidden/l.n, width)
 	if err == nil && l.config.Width > 0 {
-		_, err = blueprints.Parts(r.Kind, l.hidden/l.n, size) // the arrays in which files store the parameters
+		_, err = blueprints.Parts(r.Kind, l.hidden/l.n, size) // files store the parameters as these arrays
 	}
 	return "Kind: ", err
 }

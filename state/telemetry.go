@@ -437,8 +437,8 @@ func (n *Network) Obey(commands ...Command) error {
 	return n.do(commands)
 }
 
-// ApplyShared is the form of [Network.Apply] for several processes with the same model, each of which
-// carries out the commands submitted to any of them.
+// ApplyShared is like [Network.Apply], but for several processes that train the same model. Each process
+// carries out the commands that were submitted to any of them.
 //
 // exchange receives the commands submitted here and returns the commands of all processes, in the
 // same order in every process, and the index of the first command of this process. If it fails, its

@@ -69,8 +69,8 @@ func lastBlocksOnly(f *pflag.FlagSet) string {
 // tasksOnly is the rule of the flags of eval that have an effect only with tasks.
 func tasksOnly(f *pflag.FlagSet) string { return onlyWith("tasks", "[]", "add --tasks")(f) }
 
-// onlyWith returns the rule of a flag that has an effect only together with another flag, whose value is none if
-// it is not given. The advice tells the user what to do.
+// onlyWith returns the rule of a flag that has no effect unless the other flag is given. The value none of the other
+// flag means that it is not. The advice tells users what to do.
 func onlyWith(other, none, advice string) rule {
 	return func(f *pflag.FlagSet) string {
 		if f.Lookup(other).Value.String() != none {

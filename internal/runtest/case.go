@@ -102,7 +102,7 @@ type Optimizer struct {
 type Text struct {
 	Tokens int  `json:"tokens"`
 	Rare   bool `json:"rare,omitempty"` // some tokens occur only once
-	// Packed divides the text into conversations, in which the model learns only some of the tokens.
+	// Packed divides the text into conversations. The model learns only some tokens of each.
 	Packed bool `json:"packed,omitempty"`
 	// Pairs, unless it is nil, divides the text into preference pairs and trains on them with this loss.
 	Pairs *op.Preference `json:"pairs,omitempty"`

@@ -147,7 +147,7 @@ func TestPrefixes(t *testing.T) {
 func TestPublishedPrefixes(t *testing.T) {
 	folder := os.Getenv("KASMINA_CHAT_CORPUS")
 	if folder == "" {
-		t.Skip("KASMINA_CHAT_CORPUS is not set: see testdata/prefixes.py")
+		t.Skip("KASMINA_CHAT_CORPUS names no folder of published templates, which are not part of this repository: see testdata/prefixes.py")
 	}
 	t.Log(readPrefixes(t, filepath.Join(folder, "prefixes.json")).compare(t))
 }

@@ -127,7 +127,7 @@ func TestPage(t *testing.T) {
 	w.Accessible("a conversation")
 	w.picture("conversation")
 
-	// An answer that is stopped before it begins leaves only the message to send again.
+	// If an answer is stopped before its first word, the page offers the message to be sent again.
 	silent.Store(true)
 	w.says("patience")
 	await(t, "the answer is awaited", func() bool { return f.active.Load() == 1 })

@@ -72,8 +72,8 @@ func (s streamed) launch(q *kernel.Queue) {
 // others in pairs. The product after that finds memory only where the preceding one has no blocks, and again goes there
 // in pairs. Until the end of the token, each product would read its weights with half of the multiprocessors.
 //
-// A small product, whose weights all fit in the rings of its blocks, requests only what it needs: it is better for small
-// products that more of them overlap.
+// If all weights of a product fit in the rings of its blocks, it requests only the memory that it needs, so that more of
+// these small products can overlap.
 func spread(shared int, n Norm, weights, rings int, d gpu.DeviceInfo) int {
 	const reserved, unit = 1024, 128 // bytes that the driver adds for each block, and the granularity of requests
 	if n.W == 0 || weights <= rings*d.SMs {
